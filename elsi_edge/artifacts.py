@@ -1,0 +1,248 @@
+"""What passes between the rooms: frozen dataclasses, validated when built, and the one protocol for a running target.
+
+Nothing here imports torch. Axis letters as in the docs: B batch, T new tokens, S cached tokens, N tree nodes, M taps,
+E hidden width, V target vocabulary, U draft vocabulary, L blocks, H kv heads, D head width.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, Self, TypeVar, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elsi_edge.errors import ConfigError, ElsiError
+
+T = TypeVar("T")
+
+Method = Literal["elsi", "elsi-c", "eagle3", "eagle2", "low-entropy"]
+StateKind = Literal["residual", "final-norm"]
+Precision = Literal["int4", "int8", "fp32"]
+HeadKind = Literal["own", "tied"]
+
+METHODS: tuple[Method, ...] = get_args(Method)
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Architecture-neutral numbers of a target, read once from its configuration."""
+
+    family: str  # the configuration's model_type, e.g. "llama"
+    blocks: int  # L
+    width: int  # E
+    heads: int  # query heads
+    kv_heads: int  # H
+    head_width: int  # D, not always width / heads
+    mlp_width: int
+    vocab_size: int  # V, the width of the logits
+    context: int  # longest sequence the model was made for, tokens
+    tied_embeddings: bool
+    rope_theta: float
+    norm_eps: float
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "width", "heads", "kv_heads", "head_width", "mlp_width", "vocab_size", "context"):
+            _require(getattr(self, name) >= 1, f"model shape: {name} is {getattr(self, name)}, it must be at least 1")
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of float32 keys and values that one cached token takes over all blocks."""
+        return self.blocks * 2 * self.kv_heads * self.head_width * 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSelection:
+    """The taps that a draft sees, with the scores and settings that led to them.
+
+    Tap t is the residual stream entering block t: 0 the embeddings, L after the last block and before the final norm.
+    `state` is "final-norm" for EAGLE-2's rule alone: tap L after the final norm.
+    """
+
+    taps: tuple[int, ...]  # ascending, each in 0..L
+    method: Method | Literal["explicit"]
+    state: StateKind = "residual"
+    entropy: tuple[float, ...] = ()  # nats, one per tap 0..L; empty when nothing was measured
+    joint_entropy: float | None = None  # nats, of the chosen set
+    keep: float = 0.30  # share of positions kept, by the target's predictive entropy
+    cka_weight: float = 0.0  # ELSI-C's penalty, 0 for the others
+    prompts: int = 0  # prompts measured
+    tokens: int = 0  # positions kept
+    prompts_sha256: str = ""  # of the prompts' texts
+    blocks: int = 0  # L of the target
+    width: int = 0  # E of the target
+    target_fingerprint: str = ""
+    model: str = ""  # the reference as the user gave it
+    settings: Mapping[str, Any] = field(default_factory=dict)  # normalisation, skipped positions, estimator
+    format_version: int = 1
+
+    def __post_init__(self) -> None:
+        _require(len(self.taps) >= 1, "a selection needs at least one tap, it has none")
+        _require(list(self.taps) == sorted(set(self.taps)), f"taps {list(self.taps)} must ascend without repeats")
+        _require(
+            self.blocks >= 1 and 0 <= self.taps[0] and self.taps[-1] <= self.blocks,
+            f"taps {list(self.taps)} must lie in 0..{self.blocks}, the target's number of blocks",
+        )
+        _require(0.0 < self.keep <= 1.0, f"keep is {self.keep}, it must lie in (0, 1]")
+        if self.state == "final-norm":
+            _require(self.taps == (self.blocks,), "the state after the final norm exists at the last tap alone")
+
+    @property
+    def m(self) -> int:
+        """Number of taps."""
+        return len(self.taps)
+
+    def same_taps(self, other: "LayerSelection") -> bool:
+        """Whether both name the same states of a target."""
+        return self.taps == other.taps and self.state == other.state
+
+    def describe(self) -> str:
+        """Taps in words, e.g. "tap 27" or "taps 2, 15, 27"."""
+        if self.state == "final-norm":
+            return "the state after the final norm"
+        return f"tap{'s' if self.m > 1 else ''} {', '.join(map(str, self.taps))}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary, `m` included for readers."""
+        return {"format": "elsi-edge-selection", **to_plain(self), "m": self.m}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], source: str) -> Self:
+        """Read what `to_json` wrote. Raises ConfigError naming `source` for anything else."""
+        return from_plain(cls, value, source, ignore=("format", "m"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """Everything structural about a draft: decided once, stored with its weights, derived from afterwards."""
+
+    selection: LayerSelection
+    width: int  # E, shared with the target
+    heads: int
+    kv_heads: int
+    head_width: int
+    mlp_width: int
+    draft_vocab_size: int  # U
+    target_vocab_size: int  # V
+    context: int  # longest sequence, tokens
+    rope_theta: float
+    norm_eps: float
+    head: HeadKind = "own"  # own weights, or the target's lm_head rows
+    target_fingerprint: str = ""
+    tokenizer_sha256: str = ""
+    template_sha256: str = ""
+    draft_to_target_sha256: str = ""  # of the absolute ids, int64 little-endian
+    vocab_coverage: float = 0.0  # share of the target's own answer tokens that the draft can say
+    training: Mapping[str, Any] = field(default_factory=dict)  # data, steps, settings, acceptance: for the card
+    format_version: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("width", "heads", "kv_heads", "head_width", "mlp_width", "draft_vocab_size", "context"):
+            _require(getattr(self, name) >= 1, f"draft: {name} is {getattr(self, name)}, it must be at least 1")
+        _require(self.heads % self.kv_heads == 0, f"draft: {self.heads} heads cannot share {self.kv_heads} kv heads")
+        _require(
+            self.draft_vocab_size <= self.target_vocab_size,
+            f"draft: vocabulary of {self.draft_vocab_size} exceeds the target's {self.target_vocab_size}",
+        )
+
+    @property
+    def m(self) -> int:
+        """Number of taps the projection reads."""
+        return self.selection.m
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary."""
+        return {"format": "elsi-edge-draft", **to_plain(self), "selection": self.selection.to_json()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], source: str) -> Self:
+        """Read what `to_json` wrote. Raises ConfigError naming `source` for anything else."""
+        _require(isinstance(value.get("selection"), Mapping), f"{source}: the key 'selection' is missing")
+        selection = LayerSelection.from_json(value["selection"], source)
+        return from_plain(cls, {**value, "selection": selection}, source, ignore=("format",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRow:
+    """One conversation to answer: user turns, in order."""
+
+    id: str
+    turns: tuple[str, ...]
+    category: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetStates:
+    """Hidden states and logits of one token sequence under the target."""
+
+    states: NDArray[np.float32]  # [M, T, E] residual stream at the asked taps, in their order
+    logits: NDArray[np.float32]  # [T, V]; row t predicts token t + 1
+
+
+class TargetRunner(Protocol):
+    """A running target, as calibration and distillation see it; the CLI fills it with a runtime session or with torch."""
+
+    fingerprint: str  # of the source model's weights and shape
+    shape: ModelShape
+
+    def answer(
+        self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, top_k: int, seed: int
+    ) -> list[int]:
+        """Token ids of the target's answer, the end token included when it was reached.
+
+        `temperature` 0 is greedy, `top_k` 0 keeps the whole vocabulary.
+        """
+        ...
+
+    def states(self, token_ids: Sequence[int], taps: Sequence[int]) -> TargetStates:
+        """Teacher-forced states at `taps` and logits of the whole sequence, from an empty cache."""
+        ...
+
+
+# --- dataclass <-> plain values ----------------------------------------------------------------------------------
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses, tuples and numpy scalars as JSON-ready values; floats that JSON cannot hold become None."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return to_plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def from_plain(cls: type[T], value: Mapping[str, Any], source: str, ignore: tuple[str, ...] = ()) -> T:
+    """Build a dataclass from a mapping; lists become tuples. Raises ConfigError naming the key that is off."""
+    known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    given = {key: _tuples(item) for key, item in value.items() if key not in ignore}
+    unknown = sorted(set(given) - set(known))
+    _require(not unknown, f"{source}: unknown key {unknown[0] if unknown else ''!r}; written by a newer version?")
+    missing = [
+        name
+        for name, f in known.items()
+        if name not in given and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    _require(not missing, f"{source}: the key {missing[0] if missing else ''!r} is missing")
+    try:
+        return cls(**given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{source}: {error}") from error
+    except ElsiError as error:
+        raise type(error)(f"{source}: {error}") from error
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
