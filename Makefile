@@ -1,0 +1,47 @@
+# make demo   set up .venv and run the main job
+# make test   set up .venv, then lint, types and tests
+# make clean  remove everything that make made
+#
+# PYTHON=python3.12 picks the interpreter; PIP_ARGS passes options on to pip, for example torch's CPU index:
+#   make demo PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu'
+
+PYTHON ?= python3
+PIP_ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+BUILTIN := smollm2-135m-instruct
+
+.PHONY: setup demo test lint types model clean
+
+setup: $(STAMP)
+
+# Again only when the requirements change.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "error: elsi-edge needs Python 3.11 or newer, $(PYTHON) is %d.%d; set PYTHON=" % v[:2])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[build,dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/elsi-edge demo
+
+test: lint types model
+	$(BIN)/python -m pytest -q
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy looks for packages by folder: lay them out as they install.
+types: setup
+	@rm -rf .typecheck && mkdir .typecheck
+	@cp -Rp elsi_edge .typecheck/ && cp -Rp calibration export runtime .typecheck/elsi_edge/
+	cd .typecheck && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache elsi_edge ../tests
+
+# The tests of the real model want it in the cache.
+model: setup
+	@$(BIN)/python -c 'import elsi_edge.models; elsi_edge.models.resolve("$(BUILTIN)")'
+
+clean:
+	rm -rf .venv .typecheck build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,191 @@
+"""The deployable directory: a manifest, graphs, weights and tokenizer; strict to load, atomic to save."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, Self
+
+from elsi_edge._version import __version__
+from elsi_edge.artifacts import DraftConfig, LayerSelection, ModelShape, Precision, from_plain, to_plain
+from elsi_edge.errors import BundleError, ConfigError
+from elsi_edge.fsio import new_directory, sha256_file, storage_errors, write_json
+
+FORMAT = "elsi-edge-bundle"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+DRAFT_VOCAB_FILE = "draft_to_target_ids.npy"  # int64 [U], absolute ids
+
+# Roles a graph can have in a bundle.
+GraphRole = Literal["target-chain", "target-tree", "target-states", "draft", "projection"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of a bundle."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundleManifest:
+    """What a bundle is; `files` is filled when it is written."""
+
+    model: str  # the reference it was made from
+    slug: str  # a name for people and work directories
+    shape: ModelShape
+    target_fingerprint: str  # of the source model
+    precision: Precision
+    context: int  # longest sequence this bundle runs, tokens
+    graphs: Mapping[str, str]  # GraphRole -> file
+    selection: LayerSelection | None = None  # None in a plain-only bundle
+    draft: DraftConfig | None = None
+    quantisation: Mapping[str, Any] = field(default_factory=dict)  # recipe: bits, block, symmetry, level
+    parity: Mapping[str, Any] = field(default_factory=dict)  # what the check against the source measured
+    licence: str = "unknown"  # of the source model
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    created_by: str = f"elsi-edge {__version__}"
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def plain_only(self) -> bool:
+        """Whether there is no draft."""
+        return self.draft is None
+
+    @property
+    def tap_width(self) -> int:
+        """M * E, the width of the target graph's extra output; 0 without taps."""
+        return 0 if self.selection is None else self.selection.m * self.shape.width
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dictionary."""
+        value: dict[str, Any] = {"format": FORMAT, **to_plain(self)}
+        value["selection"] = None if self.selection is None else self.selection.to_json()
+        value["draft"] = None if self.draft is None else self.draft.to_json()
+        return value
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], source: str) -> Self:
+        """Read what `to_json` wrote. Raises ConfigError naming `source`."""
+        parts = dict(value)
+        for key in ("shape", "files", "graphs"):
+            if not isinstance(parts.get(key), Mapping):
+                raise ConfigError(f"{source}: the key {key!r} is missing")
+        parts["shape"] = from_plain(ModelShape, parts["shape"], source)
+        parts["files"] = {name: from_plain(FileEntry, entry, source) for name, entry in parts["files"].items()}
+        if parts.get("selection") is not None:
+            parts["selection"] = LayerSelection.from_json(parts["selection"], source)
+        if parts.get("draft") is not None:
+            parts["draft"] = DraftConfig.from_json(parts["draft"], source)
+        return from_plain(cls, parts, source, ignore=("format",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """A bundle on disk whose files were checked."""
+
+    directory: Path
+    manifest: BundleManifest
+
+    def graph(self, role: GraphRole) -> Path:
+        """Path of a graph. Raises BundleError when the bundle has none of this role."""
+        name = self.manifest.graphs.get(role)
+        if name is None:
+            has = ", ".join(sorted(self.manifest.graphs))
+            raise BundleError(f"bundle {self.directory} has no {role} graph, it has {has}; export it again")
+        return self.directory / name
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """Read and check a bundle: format, paths inside it, sizes and hashes of every file.
+
+        Raises BundleError naming the file and the two values that disagree. Nothing is written.
+        """
+        manifest = read_manifest(directory)
+        for name, entry in manifest.files.items():
+            _check_file(directory, name, entry)
+        for role, name in manifest.graphs.items():
+            if name not in manifest.files:
+                raise BundleError(f"bundle {directory}: graph {role} is {name!r}, which its file list does not name")
+        return cls(directory=directory, manifest=manifest)
+
+
+def read_manifest(directory: Path) -> BundleManifest:
+    """The manifest alone, its format and paths checked but not the files. Raises BundleError."""
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise BundleError(f"{directory} is not a bundle: {MANIFEST} is missing; make one with: elsi-edge export MODEL")
+    try:
+        with storage_errors(path):
+            value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise BundleError(f"{path} is not valid JSON ({error}); export the bundle again") from error
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise BundleError(f"{path} is not an {FORMAT} manifest; make a bundle with: elsi-edge export MODEL")
+    version = value.get("format_version")
+    if version != FORMAT_VERSION:
+        raise BundleError(
+            f"{path}: format version {version}, this elsi-edge {__version__} reads {FORMAT_VERSION}; "
+            "export again or use the version that wrote it"
+        )
+    try:
+        manifest = BundleManifest.from_json(value, str(path))
+    except ConfigError as error:
+        raise BundleError(f"{error}; export the bundle again") from error
+    for name in [*manifest.files, *manifest.graphs.values()]:
+        _check_path(directory, name)
+    return manifest
+
+
+def _check_path(directory: Path, name: str) -> None:
+    """Names are relative, use `/`, and stay inside the bundle."""
+    parts = PurePosixPath(name).parts
+    if "\\" in name or not parts or name.startswith("/") or ".." in parts or ":" in parts[0]:
+        raise BundleError(f"bundle {directory}: file name {name!r} leaves the bundle or is not a plain relative path")
+    if not (directory / name).resolve().is_relative_to(directory.resolve()):
+        raise BundleError(f"bundle {directory}: file {name!r} is a link to a place outside the bundle")
+
+
+def _check_file(directory: Path, name: str, entry: FileEntry) -> None:
+    path = directory / name
+    if not path.is_file():
+        raise BundleError(f"bundle {directory}: the file {name} is missing; copy or export it again")
+    size = path.stat().st_size
+    if size != entry.bytes:
+        raise BundleError(f"bundle {directory}: {name} has {size} bytes, the manifest says {entry.bytes}; copy it again")
+    with storage_errors(path):
+        digest = sha256_file(path)
+    if digest != entry.sha256:
+        raise BundleError(
+            f"bundle {directory}: {name} was altered (sha256 {digest[:12]}…, manifest {entry.sha256[:12]}…); copy it again"
+        )
+
+
+class BundleWriter:
+    """A bundle being made in a temporary directory; files are put into `directory`, then `finish` seals it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def finish(self, manifest: BundleManifest) -> BundleManifest:
+        """Hash every file and write the manifest, which then names them all."""
+        names = sorted(p.relative_to(self.directory).as_posix() for p in self.directory.rglob("*") if p.is_file())
+        files = {
+            name: FileEntry(bytes=(self.directory / name).stat().st_size, sha256=sha256_file(self.directory / name))
+            for name in names
+            if name != MANIFEST
+        }
+        sealed = BundleManifest(**{**manifest.__dict__, "files": files})
+        write_json(self.directory / MANIFEST, sealed.to_json())
+        return sealed
+
+
+@contextmanager
+def new_bundle(final: Path, *, replace: bool = False) -> Iterator[BundleWriter]:
+    """Make a bundle beside `final`; it appears there whole when the block ends, and not at all when it raises."""
+    with new_directory(final, replace=replace) as temporary:
+        yield BundleWriter(temporary)
+        if not (temporary / MANIFEST).is_file():
+            raise BundleError(f"the bundle for {final} was never finished")

@@ -1,0 +1,49 @@
+"""What `distill` and `train` share."""
+
+import importlib.util
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elsi_edge.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from elsi_edge.cli.common import Advance
+
+
+def require_torch(feature: str) -> None:
+    """Raise MissingExtraError unless the build extra is there; called before anything that takes long."""
+    for module in ("torch", "safetensors", "transformers"):
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ValueError:  # a module that was made unimportable
+            found = False
+        if not found:
+            raise MissingExtraError(feature, extra="build", module=module)
+
+
+def quoted(text: str | Path) -> str:
+    """As one word of a shell command."""
+    return shlex.quote(str(text))
+
+
+class BarReporter:
+    """A draft stage's progress on the command line's bar and its notes on stderr."""
+
+    def __init__(self, bar: "Advance") -> None:
+        self._bar = bar
+
+    def advance(self, amount: float) -> None:
+        """Move the bar."""
+        self._bar.advance(amount)
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        from elsi_edge.cli import common
+
+        common.note(text)
+
+
+def reporter(bar: "Advance") -> BarReporter:
+    """A reporter for a running bar."""
+    return BarReporter(bar)

@@ -1,0 +1,46 @@
+"""Where the stages leave what the next one reads, so that a model's name alone is enough."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from elsi_edge.artifacts import Precision
+
+VARIABLE = "ELSI_EDGE_WORK"
+DEFAULT = "elsi-work"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkDir:
+    """Paths of one model's artefacts; nothing is made or looked at."""
+
+    root: Path
+
+    @classmethod
+    def for_model(cls, slug: str, base: Path | None) -> "WorkDir":
+        """The directory of the model `slug` under `base`, else $ELSI_EDGE_WORK, else `elsi-work` here."""
+        chosen = base if base is not None else Path(os.environ.get(VARIABLE) or DEFAULT)
+        return cls(root=chosen.expanduser() / slug)
+
+    @property
+    def selection_path(self) -> Path:
+        """What `calibrate` writes."""
+        return self.root / "selection.json"
+
+    @property
+    def shards(self) -> Path:
+        """Directory that `distill` writes."""
+        return self.root / "shards"
+
+    @property
+    def draft(self) -> Path:
+        """Directory that `train` writes."""
+        return self.root / "draft"
+
+    def bundle(self, precision: Precision) -> Path:
+        """Directory of the bundle with a draft."""
+        return self.root / f"bundle-{precision}"
+
+    def plain_bundle(self, precision: Precision) -> Path:
+        """Directory of the bundle without a draft."""
+        return self.root / f"plain-{precision}"

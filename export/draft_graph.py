@@ -1,0 +1,160 @@
+"""The draft's two graphs: the projection of the taps, and the block with its reduced-vocabulary head.
+
+One block graph serves both modes, since its `state` input is either projected taps of the target or the draft's own
+output. The embedding lookup is the target's own nodes: it names the same bytes of the same weights file.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from elsi_edge.artifacts import DraftConfig, Precision
+from elsi_edge.bundle import DRAFT_VOCAB_FILE, GraphRole
+from elsi_edge.draft.checkpoint import LoadedDraft
+from elsi_edge.export import surgery
+from elsi_edge.export.builder import BLOCK
+
+_EMBEDDED = "embedded"
+_MICROSOFT = "com.microsoft"
+
+
+def write_draft(out: Path, draft: LoadedDraft, *, base: Path, precision: Precision) -> dict[GraphRole, str]:
+    """Write draft.onnx, projection.onnx and the vocabulary map into `out`; `base` is the target graph beside it."""
+    projection = _quantised(_projection(draft), precision)
+    ir.save(ir.from_proto(projection), out / "projection.onnx", external_data="projection.weights")
+    block = _quantised(_block(draft), precision)
+    path = out / "draft.onnx"
+    ir.save(ir.from_proto(block), path, external_data="draft.weights")
+    graph = surgery.load_graph(path)  # its tensors now name their place in draft.weights
+    surgery.embed_with(graph, surgery.load_graph(base), _EMBEDDED)
+    surgery.save_graph(graph, path)
+    np.save(out / DRAFT_VOCAB_FILE, draft.draft_to_target_ids, allow_pickle=False)
+    return {"draft": "draft.onnx", "projection": "projection.onnx"}
+
+
+def _projection(draft: LoadedDraft) -> onnx.ModelProto:
+    config = draft.config
+    nodes = [helper.make_node("MatMul", ["taps", "projection.weight"], ["state"], name="/projection/MatMul")]
+    inputs = [_floats("taps", [1, "T", config.m * config.width])]
+    outputs = [_floats("state", [1, "T", config.width])]
+    return _model(nodes, inputs, outputs, {"projection.weight": draft.tensors["projection.weight"].T})
+
+
+def _block(draft: LoadedDraft) -> onnx.ModelProto:
+    config, tensors = draft.config, draft.tensors
+    matrices = ("qkv.weight", "o.weight", "gate.weight", "up.weight", "down.weight", "head.weight")
+    norms = ("embed_norm.weight", "state_norm.weight", "mlp_norm.weight", "final_norm.weight")
+    weights = {name: tensors[name].T for name in matrices} | {name: tensors[name] for name in norms}
+    weights["cos_cache"], weights["sin_cache"] = rotary_tables(config)
+    cache = [1, config.kv_heads, "C", config.head_width]
+    inputs = [
+        _floats(_EMBEDDED, [1, "T", config.width]),
+        _floats("state", [1, "T", config.width]),
+        helper.make_tensor_value_info("logit_rows", TensorProto.INT64, ["R"]),
+        helper.make_tensor_value_info("position_ids", TensorProto.INT64, [1, "T"]),
+        _floats("attention_bias", [1, 1, "T", "S_plus_T"]),
+        helper.make_tensor_value_info("seqlens_k", TensorProto.INT32, [1]),
+        helper.make_tensor_value_info("total_sequence_length", TensorProto.INT32, []),
+        _floats("past_key_values.0.key", cache),
+        _floats("past_key_values.0.value", cache),
+    ]
+    outputs = [
+        _floats("logits", [1, "R", config.draft_vocab_size]),
+        _floats("next_state", [1, "T", config.width]),
+        _floats("present.0.key", cache),
+        _floats("present.0.value", cache),
+    ]
+    return _model(_block_nodes(config), inputs, outputs, weights)
+
+
+def _block_nodes(config: DraftConfig) -> list[onnx.NodeProto]:
+    """The network of `elsi_edge.draft.network.DraftNetwork`, node by node."""
+    eps = config.norm_eps
+
+    def norm(source: str, weight: str, result: str) -> onnx.NodeProto:
+        attributes = {"epsilon": eps, "axis": -1, "stash_type": 1}
+        return helper.make_node("SimplifiedLayerNormalization", [source, weight], [result], f"/{result}", **attributes)
+
+    def add_norm(first: str, second: str, weight: str, result: str, total: str) -> onnx.NodeProto:
+        outputs = [result, "", "", total]
+        operator = "SkipSimplifiedLayerNormalization"
+        return helper.make_node(operator, [first, second, weight], outputs, f"/{result}", domain=_MICROSOFT, epsilon=eps)
+
+    def product(source: str, weight: str, result: str) -> onnx.NodeProto:
+        return helper.make_node("MatMul", [source, weight], [result], name=f"/{result}/MatMul")
+
+    attention = helper.make_node(
+        "GroupQueryAttention",
+        ["qkv", "", "", "past_key_values.0.key", "past_key_values.0.value", "seqlens_k", "total_sequence_length"]
+        + ["cos_cache", "sin_cache", "position_ids", "attention_bias"],
+        ["attended", "present.0.key", "present.0.value"],
+        name="/attention",
+        domain=_MICROSOFT,
+        num_heads=config.heads,
+        kv_num_heads=config.kv_heads,
+        scale=config.head_width**-0.5,
+        do_rotary=1,
+        rotary_interleaved=0,
+    )
+    return [
+        norm(_EMBEDDED, "embed_norm.weight", "embed_normed"),
+        norm("state", "state_norm.weight", "state_normed"),
+        helper.make_node("Concat", ["embed_normed", "state_normed"], ["both"], name="/both", axis=-1),
+        product("both", "qkv.weight", "qkv"),
+        attention,
+        product("attended", "o.weight", "mixed"),
+        add_norm("state", "mixed", "mlp_norm.weight", "mlp_normed", "residual"),
+        product("mlp_normed", "gate.weight", "gated"),
+        product("mlp_normed", "up.weight", "raised"),
+        helper.make_node("Sigmoid", ["gated"], ["sigmoid"], name="/sigmoid"),
+        helper.make_node("Mul", ["gated", "sigmoid"], ["silu"], name="/silu"),
+        helper.make_node("Mul", ["silu", "raised"], ["swiglu"], name="/swiglu"),
+        product("swiglu", "down.weight", "lowered"),
+        add_norm("residual", "lowered", "final_norm.weight", "final_normed", "next_state"),
+        helper.make_node("Gather", ["final_normed", "logit_rows"], ["wanted"], name="/wanted", axis=1),
+        product("wanted", "head.weight", "logits"),
+    ]
+
+
+def rotary_tables(config: DraftConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosines and sines [context, D / 2] of Llama's half-split rotary embedding."""
+    inverse = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
+    angles = np.arange(config.context)[:, None] * inverse[None]
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _quantised(model: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
+    """Matrices to MatMulNBits with the target's recipe; fp32 stays as it is."""
+    if precision == "fp32":
+        return model
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    bits = 4 if precision == "int4" else 8
+    quantiser = MatMulNBitsQuantizer(model, bits=bits, block_size=BLOCK, is_symmetric=True, accuracy_level=4)
+    quantiser.process()
+    result: onnx.ModelProto = quantiser.model.model
+    return result
+
+
+def _floats(name: str, shape: Sequence[int | str]) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+
+
+def _model(
+    nodes: list[onnx.NodeProto],
+    inputs: list[onnx.ValueInfoProto],
+    outputs: list[onnx.ValueInfoProto],
+    weights: dict[str, NDArray[Any]],
+) -> onnx.ModelProto:
+    initialisers = [
+        numpy_helper.from_array(np.ascontiguousarray(value, np.float32), name) for name, value in weights.items()
+    ]
+    graph = helper.make_graph(nodes, "draft", inputs, outputs, initialisers)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(_MICROSOFT, 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10, producer_name="elsi-edge")

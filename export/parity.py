@@ -1,0 +1,2 @@
+"""placeholder"""
+def check(*a, **k): return {}

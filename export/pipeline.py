@@ -1,0 +1,142 @@
+"""From a source model, and a draft if there is one, to a bundle that was checked before it appeared."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elsi_edge.artifacts import LayerSelection, Precision
+from elsi_edge.bundle import BundleManifest, GraphRole, new_bundle
+from elsi_edge.draft.checkpoint import LoadedDraft
+from elsi_edge.errors import DraftError, UsageError
+from elsi_edge.export import builder, draft_graph, parity, target
+from elsi_edge.fsio import require_free
+from elsi_edge.models import SourceModel
+from elsi_edge.text import TextCodec
+
+_BYTES_PER_WEIGHT = {"int4": 4.5 / 8, "int8": 9 / 8, "fp32": 4.0}  # scales included
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings:
+    """How a bundle is made."""
+
+    precision: Precision = "int4"
+    context: int | None = None  # tokens; None = the model's own limit
+    replace: bool = False  # an existing bundle at the same place
+
+
+def export_bundle(
+    source: SourceModel,
+    out: Path,
+    settings: ExportSettings,
+    *,
+    draft: LoadedDraft | None,
+    say: Callable[[str], None] = lambda _: None,
+) -> BundleManifest:
+    """Write a bundle at `out`: with `draft` the complete one, without it the plain-only one.
+
+    Everything is made in a temporary directory beside `out`, checked there against the source model, and renamed.
+    Raises UsageError for a context beyond the model's, DraftError for a draft of another target, ParityError when a
+    graph does not compute what the source computes, StorageError; in each case nothing is left at `out`.
+    """
+    builder.require_supported(source.shape)
+    context = _context(source, settings)
+    codec = TextCodec.from_model_dir(source.directory)
+    if draft is not None:
+        require_same_target(draft, source, codec)
+    weights = source.directory.glob("*.safetensors")
+    parameters = sum(file.stat().st_size for file in weights) / 4
+    # The builder's own output, the packed copy, and for a tied int8 model a float table on the way.
+    require_free(out.absolute().parent, int(parameters * (2 * _BYTES_PER_WEIGHT[settings.precision] + 1)), "export")
+    with new_bundle(out, replace=settings.replace) as writer:
+        work = writer.directory / "work"
+        work.mkdir()
+        say(f"building the {settings.precision} graph of {source.slug}")
+        base = builder.build_base_graph(source.directory, source.shape, settings.precision, work)
+        del base
+        (work / builder.WEIGHTS_FILE).rename(writer.directory / builder.WEIGHTS_FILE)
+        (work / "base.onnx").rename(writer.directory / "base.onnx")
+        selection = None if draft is None else draft.config.selection
+        graphs: dict[GraphRole, str] = target.write_target_graphs(
+            writer.directory / "base.onnx",
+            writer.directory,
+            shape=source.shape,
+            precision=settings.precision,
+            selection=selection,
+        )
+        if draft is not None:
+            say("adding the draft")
+            graphs |= draft_graph.write_draft(
+                writer.directory, draft, base=writer.directory / "base.onnx", precision=settings.precision
+            )
+        shutil.rmtree(work)
+        (writer.directory / "base.onnx").unlink()
+        codec.save(writer.directory)
+        manifest = BundleManifest(
+            model=source.reference,
+            slug=source.slug,
+            shape=source.shape,
+            target_fingerprint=source.fingerprint,
+            precision=settings.precision,
+            context=context,
+            graphs={str(role): name for role, name in graphs.items()},
+            selection=selection,
+            draft=None if draft is None else draft.config,
+            quantisation=builder.quantisation(settings.precision),
+        )
+        say("checking the graphs against the source model")
+        measured: dict[str, Any] = parity.check(writer.directory, manifest, source, draft)
+        return writer.finish(BundleManifest(**{**manifest.__dict__, "parity": measured}))
+
+
+def require_same_target(draft: LoadedDraft, source: SourceModel, codec: TextCodec) -> None:
+    """Raise DraftError naming both values when a draft was trained for other weights, text or sizes."""
+    config = draft.config
+    pairs = [
+        ("width", config.width, source.shape.width),
+        ("vocabulary", config.target_vocab_size, source.shape.vocab_size),
+        ("number of blocks", config.selection.blocks, source.shape.blocks),
+        ("tokenizer", config.tokenizer_sha256[:12], codec.tokenizer_sha256[:12]),
+        ("chat template", config.template_sha256[:12], codec.template_sha256[:12]),
+        ("target weights", config.target_fingerprint[:12], source.fingerprint[:12]),
+    ]
+    for what, has, wants in pairs:
+        if has != wants:
+            raise DraftError(
+                f"the draft was trained for another target: its {what} is {has}, {source.reference} has {wants}; "
+                f"train one for this model: elsi-edge distill {source.reference}, then elsi-edge train {source.reference}"
+            )
+
+
+def _context(source: SourceModel, settings: ExportSettings) -> int:
+    limit = source.shape.context
+    if settings.context is None:
+        return limit
+    if not 16 <= settings.context <= limit:
+        raise UsageError(f"--context is {settings.context}, it must be at least 16 and at most the model's {limit}")
+    return settings.context
+
+
+def same_selection_or_explain(
+    wanted: LayerSelection, draft: LoadedDraft, *, model: str, draft_path: Path
+) -> None:
+    """Raise DraftError when a selection and a draft's own differ: both, how far apart they score, and the ways out."""
+    trained = draft.config.selection
+    if wanted.same_taps(trained):
+        return
+    scores = _score_gap(wanted, trained)
+    raise DraftError(
+        f"the selection chose {wanted.describe()}, the draft {draft_path} was trained on {trained.describe()}{scores}; "
+        f"either use the draft's taps: --layers {','.join(map(str, trained.taps))}, "
+        f"or train one for the selection: elsi-edge distill {model}, then elsi-edge train {model}"
+    )
+
+
+def _score_gap(wanted: LayerSelection, trained: LayerSelection) -> str:
+    taps = (*wanted.taps, *trained.taps)
+    if wanted.m != 1 or trained.m != 1 or len(wanted.entropy) <= max(taps):
+        return ""
+    first, second = (wanted.entropy[selection.taps[0]] for selection in (wanted, trained))
+    return f" (entropy {first:.3f} against {second:.3f} nats)"

@@ -1,0 +1,307 @@
+"""From the model builder's graph to the graphs that the runtime loop needs.
+
+The onnxruntime-genai builder writes a fused graph with an attention-mask subgraph, no taps, and logits for every row.
+Here it becomes, without touching the weights file:
+
+- inputs `seqlens_k` [1] int32 and `total_sequence_length` [] int32 in place of the attention-mask subgraph;
+- an input `logit_rows` [R] int64: the rows whose logits are wanted (a prefill wants one, a verification all of them);
+- taps: the residual stream entering block t as an extra output;
+- **tree** form: `position_ids` [1, T] int64 and `attention_bias` [1, 1, T, S + T] float32 wired to every attention;
+- **chain** form (the exact mode of int4 and int8): every attention sees one more query row, a copy of the last one, which
+  is dropped after it. GroupQueryAttention sums in another order for one query row than for several; with at least two
+  rows always, one token a step and many a step agree bit for bit. The extra key and value land beyond the end of the
+  cache's used part and are overwritten by the next step.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import onnx_ir as ir
+
+from elsi_edge.errors import ModelError
+
+GraphForm = Literal["tree", "chain"]
+
+_NORMS = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
+_GQA_POSITION_IDS, _GQA_ATTENTION_BIAS = 9, 10  # inputs of com.microsoft.GroupQueryAttention
+_GQA_SEQLENS_K, _GQA_TOTAL = 5, 6
+_SKIP_RESIDUAL = 3  # output of SkipSimplifiedLayerNormalization: the sum that enters the norm
+
+
+def load_graph(path: Path) -> ir.Model:
+    """Read a graph; tensors stay in their external file."""
+    return ir.load(path)
+
+
+def save_graph(model: ir.Model, path: Path) -> None:
+    """Write a graph whose external tensors stay where they are."""
+    ir.save(model, path)
+
+
+def attentions(model: ir.Model) -> list[ir.Node]:
+    """The attention nodes in block order."""
+    nodes = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
+    if not nodes:
+        raise ModelError("the exported graph has no GroupQueryAttention node; this model family is not supported")
+    return nodes
+
+
+def replace_mask_subgraph(model: ir.Model) -> None:
+    """Feed `seqlens_k` and `total_sequence_length` directly; drop `attention_mask` and what was computed from it."""
+    seqlens = ir.Value(name="seqlens_k", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT32))
+    total = ir.Value(name="total_sequence_length", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT32))
+    for node in attentions(model):
+        node.replace_input_with(_GQA_SEQLENS_K, seqlens)
+        node.replace_input_with(_GQA_TOTAL, total)
+    mask = _graph_input(model, "attention_mask")
+    _remove_unused_nodes(model)
+    if mask.uses():
+        raise ModelError("the exported graph uses attention_mask outside the attention nodes; family not supported")
+    model.graph.inputs.remove(mask)
+    model.graph.inputs.extend([seqlens, total])
+
+
+def select_logit_rows(model: ir.Model) -> None:
+    """Gather the rows named by `logit_rows` before the lm_head; logits become [1, R, V]."""
+    head = _lm_head(model)
+    rows = ir.Value(name="logit_rows", shape=ir.Shape(["R"]), type=ir.TensorType(ir.DataType.INT64))
+    hidden = head.inputs[0]
+    assert hidden is not None
+    gather = ir.node("Gather", [hidden, rows], attributes={"axis": 1}, name="/logit_rows/Gather")
+    gather.outputs[0].name = "/logit_rows/output_0"
+    model.graph.insert_before(head, gather)
+    head.replace_input_with(0, gather.outputs[0])
+    model.graph.inputs.append(rows)
+    logits = _graph_output(model, "logits")
+    logits.shape = ir.Shape([1, "R", logits.shape[2] if logits.shape is not None else None])
+
+
+def residuals(model: ir.Model) -> list[ir.Value]:
+    """Taps 0..L: the residual stream entering each block, and the one after the last block before the final norm."""
+    values = [_residual_into(_norm_before(node)) for node in attentions(model)]
+    values.append(_residual_into(_norm_before(_lm_head(model))))
+    return values
+
+
+def final_norm_state(model: ir.Model) -> ir.Value:
+    """The state after the final norm, which the lm_head reads (EAGLE-2's input)."""
+    return _norm_before(_lm_head(model)).outputs[0]
+
+
+def add_tap_output(model: ir.Model, values: Sequence[ir.Value], width: int, name: str = "taps") -> None:
+    """Add one output [1, T, M*E]: the given taps side by side, in the order given."""
+    if len(values) == 1:
+        node = ir.node("Identity", [values[0]], name=f"/{name}/Identity")
+    else:
+        node = ir.node("Concat", list(values), attributes={"axis": -1}, name=f"/{name}/Concat")
+    output = node.outputs[0]
+    output.name = name
+    output.shape = ir.Shape([1, "T", len(values) * width])
+    output.type = ir.TensorType(ir.DataType.FLOAT)
+    model.graph.append(node)
+    model.graph.outputs.append(output)
+
+
+def wire_tree_inputs(model: ir.Model) -> None:
+    """Positions and an additive mask for every attention: rows are tree nodes, positions their depths."""
+    for value in list(model.graph.inputs):
+        if value.name == "position_ids":
+            if value.uses():
+                raise ModelError("the exported graph computes rotary positions outside the attention; not supported")
+            model.graph.inputs.remove(value)
+    positions = ir.Value(name="position_ids", shape=ir.Shape([1, "T"]), type=ir.TensorType(ir.DataType.INT64))
+    bias = ir.Value(
+        name="attention_bias", shape=ir.Shape([1, 1, "T", "S_plus_T"]), type=ir.TensorType(ir.DataType.FLOAT)
+    )
+    for node in attentions(model):
+        _set_input(node, _GQA_POSITION_IDS, positions)
+        _set_input(node, _GQA_ATTENTION_BIAS, bias)
+    model.graph.inputs.extend([positions, bias])
+
+
+def append_query_row(model: ir.Model) -> None:
+    """Give every attention one more query row, a copy of the last, and drop its output row (exact chain form)."""
+    last = _constant(model, "/chain/last", [-1])
+    start, end, axis = (_constant(model, f"/chain/{n}", [v]) for n, v in (("start", 0), ("end", -1), ("axis", 1)))
+    for index, node in enumerate(attentions(model)):
+        packed, output = node.inputs[0], node.outputs[0]
+        if packed is None or node.inputs[1] is not None:
+            raise ModelError("the exact chain form needs packed query, key and value; this family is not supported")
+        row = ir.node("Gather", [packed, last], attributes={"axis": 1}, name=f"/chain/{index}/Gather")
+        rows = ir.node("Concat", [packed, row.outputs[0]], attributes={"axis": 1}, name=f"/chain/{index}/Concat")
+        cut = ir.node("Slice", [output, start, end, axis], name=f"/chain/{index}/Slice")
+        for made in (row, rows, cut):
+            made.outputs[0].name = f"{made.name}/output_0"
+        model.graph.insert_before(node, [row, rows])
+        model.graph.insert_after(node, cut)
+        node.replace_input_with(0, rows.outputs[0])
+        for use in list(output.uses()):
+            if use.node is not cut:
+                use.node.replace_input_with(use.idx, cut.outputs[0])
+    # The builder's recorded shapes say T rows everywhere, and ONNX Runtime reuses buffers by them.
+    for node in model.graph:
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.shape = None
+
+
+def share_embedding(model: ir.Model, *, bits: int, block: int, vocab_size: int, width: int) -> bool:
+    """Let a tied embedding read the lm_head's quantised blocks instead of its own float table.
+
+    Returns whether anything changed. The builder does this for int4 only.
+    """
+    gathers = [n for n in model.graph if n.op_type == "Gather" and n.inputs[1] is _graph_input(model, "input_ids")]
+    head = _lm_head(model)
+    if not gathers or head.op_type != "MatMulNBits":
+        return False
+    weight, scales = head.inputs[1], head.inputs[2]
+    shape = _constant(model, "/embed/shape", [vocab_size, width * bits // 8])
+    reshape = ir.node("Reshape", [weight, shape], name="/embed/Reshape")
+    lookup = ir.node(
+        "GatherBlockQuantized",
+        [reshape.outputs[0], gathers[0].inputs[1], scales],
+        attributes={"bits": bits, "block_size": block, "gather_axis": 0, "quantize_axis": 1},
+        domain="com.microsoft",
+        name="/embed/GatherBlockQuantized",
+    )
+    reshape.outputs[0].name = "/embed/Reshape/output_0"
+    lookup.outputs[0].name = "/embed/GatherBlockQuantized/output_0"
+    table, old = gathers[0].inputs[0], gathers[0].outputs[0]
+    model.graph.insert_before(gathers[0], [reshape, lookup])
+    ir.convenience.replace_all_uses_with(old, lookup.outputs[0])
+    model.graph.remove(gathers[0], safe=True)
+    if table is not None and table.name is not None and not table.uses():
+        model.graph.initializers.pop(table.name, None)
+    return True
+
+
+def embed_with(model: ir.Model, target: ir.Model, name: str) -> None:
+    """Replace the input `name` of a draft by the target's own lookup of `input_ids` (its tap 0), weights shared by name."""
+    embedding = residuals(target)[0]
+    cloned: dict[ir.Value, ir.Value] = {}
+    ids = ir.Value(name="input_ids", shape=ir.Shape([1, "T"]), type=ir.TensorType(ir.DataType.INT64))
+    cloned[_graph_input(target, "input_ids")] = ids
+    nodes = [_clone(node, cloned, model) for node in _upstream(embedding)]
+    old = _graph_input(model, name)
+    first = next(iter(model.graph))
+    model.graph.insert_before(first, nodes)
+    ir.convenience.replace_all_uses_with(old, cloned[embedding])
+    model.graph.inputs.remove(old)
+    model.graph.inputs.insert(0, ids)
+
+
+def static_batch_one(model: ir.Model) -> None:
+    """Name the axes of inputs and outputs in this project's letters; the batch is 1 by design."""
+    for value in [*model.graph.inputs, *model.graph.outputs]:
+        name = value.name or ""
+        if name == "input_ids":
+            value.shape = ir.Shape([1, "T"])
+        elif name.startswith(("past_key_values", "present")) and value.shape is not None:
+            value.shape = ir.Shape([1, value.shape[1], "C", value.shape[3]])
+
+
+# --- small helpers -------------------------------------------------------------------------------------------------
+
+
+def _graph_input(model: ir.Model, name: str) -> ir.Value:
+    for value in model.graph.inputs:
+        if value.name == name:
+            return value
+    raise ModelError(f"the exported graph has no input {name!r}; the model builder's version is not the tested one")
+
+
+def _graph_output(model: ir.Model, name: str) -> ir.Value:
+    for value in model.graph.outputs:
+        if value.name == name:
+            return value
+    raise ModelError(f"the exported graph has no output {name!r}; the model builder's version is not the tested one")
+
+
+def _lm_head(model: ir.Model) -> ir.Node:
+    node = _graph_output(model, "logits").producer()
+    while node is not None and node.op_type not in ("MatMul", "MatMulNBits"):
+        node = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+    if node is None:
+        raise ModelError("the exported graph's logits do not come from a matrix product; family not supported")
+    return node
+
+
+def _norm_before(node: ir.Node) -> ir.Node:
+    """The nearest norm upstream along first inputs: the one whose input is a residual stream."""
+    current: ir.Node | None = node
+    while current is not None:
+        value = current.inputs[0]
+        current = value.producer() if value is not None else None
+        if current is not None and current.op_type in _NORMS:
+            return current
+    raise ModelError(f"found no norm before {node.name}; this model family is not supported")
+
+
+def _residual_into(norm: ir.Node) -> ir.Value:
+    if norm.op_type == "SimplifiedLayerNormalization":
+        value = norm.inputs[0]
+        assert value is not None
+        return value
+    if len(norm.outputs) <= _SKIP_RESIDUAL:
+        norm.resize_outputs(_SKIP_RESIDUAL + 1)
+        for skipped in norm.outputs[1:_SKIP_RESIDUAL]:  # optional outputs of the operator that nobody reads
+            skipped.name = skipped.name or ""
+    residual = norm.outputs[_SKIP_RESIDUAL]
+    if not residual.name:
+        residual.name = f"{norm.name}/residual"
+        residual.type = ir.TensorType(ir.DataType.FLOAT)
+    return residual
+
+
+def _upstream(value: ir.Value) -> list[ir.Node]:
+    """The nodes that `value` is computed from, producers first."""
+    node = value.producer()
+    if node is None:
+        return []
+    found = []
+    for source in node.inputs:
+        if source is not None:
+            found += [upstream for upstream in _upstream(source) if upstream not in found]
+    return [*found, node]
+
+
+def _clone(node: ir.Node, cloned: dict[ir.Value, ir.Value], model: ir.Model) -> ir.Node:
+    inputs = []
+    for source in node.inputs:
+        if source is not None and source not in cloned:
+            if source.const_value is None:
+                raise ModelError(f"the embedding lookup reads {source.name}, which is not a weight; not supported")
+            copy = ir.Value(name=source.name, shape=source.shape, type=source.type, const_value=source.const_value)
+            model.graph.register_initializer(copy)
+            cloned[source] = copy
+        inputs.append(None if source is None else cloned[source])
+    made = ir.node(node.op_type, inputs, attributes=dict(node.attributes), domain=node.domain, name=node.name,
+                   num_outputs=len(node.outputs))
+    for old, new in zip(node.outputs, made.outputs, strict=True):
+        new.name = old.name
+        cloned[old] = new
+    return made
+
+
+def _set_input(node: ir.Node, index: int, value: ir.Value) -> None:
+    if len(node.inputs) <= index:
+        node.resize_inputs(index + 1)
+    node.replace_input_with(index, value)
+
+
+def _constant(model: ir.Model, name: str, values: list[int]) -> ir.Value:
+    existing = model.graph.initializers.get(name)
+    if existing is not None:
+        return existing
+    tensor = ir.tensor(values, dtype=ir.DataType.INT64, name=name)
+    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(ir.DataType.INT64), const_value=tensor)
+    model.graph.register_initializer(value)
+    return value
+
+
+def _remove_unused_nodes(model: ir.Model) -> None:
+    outputs = set(model.graph.outputs)
+    for node in reversed(list(model.graph)):
+        if all(not value.uses() and value not in outputs for value in node.outputs):
+            model.graph.remove(node, safe=True)

@@ -1,0 +1,134 @@
+"""The draft on ONNX Runtime: entries of committed states, then nodes that run on the draft's own states.
+
+Entry p of the draft pairs the target's state at position p with token p + 1 and predicts token p + 2 (EAGLE, arXiv
+2401.15077, section 3.1). A node continues an entry or another node with the draft's own output state in place of the
+target's (EAGLE-3's training-time test, arXiv 2503.01840, trains for this).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from elsi_edge.artifacts import DraftConfig
+from elsi_edge.runtime.kv_cache import KvCache
+from elsi_edge.runtime.ort import BoundGraph, Scratch
+from elsi_edge.runtime.tree import attention_bias
+
+ENTRY_ROWS = 256  # entries a call takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftStep:
+    """What one call of the draft yields; copies, safe to keep."""
+
+    log_probs: NDArray[np.float32]  # [R, U] over the draft vocabulary
+    states: NDArray[np.float32]  # [R, E] the draft's own states, to continue from
+
+
+class OrtDraft:
+    """A draft graph and its projection graph; one cache, batch 1."""
+
+    def __init__(
+        self,
+        draft: ort.InferenceSession,
+        projection: ort.InferenceSession,
+        *,
+        config: DraftConfig,
+        draft_to_target_ids: NDArray[np.int64],
+    ) -> None:
+        self.config = config
+        self.draft_to_target_ids = draft_to_target_ids  # [U] absolute target ids
+        self.cache = KvCache(blocks=1, kv_heads=config.kv_heads, head_width=config.head_width)
+        self._graph, self._projection = BoundGraph(draft), BoundGraph(projection)
+        self._scratch = Scratch()
+        self._seqlens, self._total = np.zeros(1, np.int32), np.zeros((), np.int32)
+        self._graph.bind_input("seqlens_k", self._seqlens)
+        self._graph.bind_input("total_sequence_length", self._total)
+
+    def reset(self) -> None:
+        """Empty the cache; its buffers stay."""
+        self.cache.length = 0
+
+    def extend(self, next_tokens: Sequence[int], taps: NDArray[np.float32]) -> DraftStep:
+        """Commit one entry per row of `taps` [T, M*E] with the token that followed it; the last entry's step [1, ...]."""
+        for start in range(0, len(next_tokens), ENTRY_ROWS):
+            tokens = np.asarray(next_tokens[start : start + ENTRY_ROWS], np.int64)
+            count = len(tokens)
+            states = self._project(taps[start : start + count])
+            positions = np.arange(self.cache.length, self.cache.length + count)
+            seen = np.tri(count, dtype=np.bool_)
+            step = self._run(tokens, states, positions, seen, used=self.cache.length, rows=[count - 1])
+            self.cache.commit(range(count))
+        return step
+
+    def expand(
+        self, tokens: NDArray[np.int64], states: NDArray[np.float32], depth: int, seen: NDArray[np.bool_]
+    ) -> DraftStep:
+        """Run T nodes at `depth` (1 = below the root) without committing.
+
+        `states` [T, E] are their parents'; `seen` [T, W] says which of the W nodes run since the last commit, these T
+        last, each of them sees.
+        """
+        used = self.cache.length + seen.shape[1] - len(tokens)
+        positions = np.full(len(tokens), self.cache.length + depth - 1)
+        return self._run(tokens, states, positions, seen, used=used, rows=range(len(tokens)))
+
+    def room(self) -> int:
+        """How many levels of nodes fit before the context ends."""
+        return self.config.context - self.cache.length
+
+    def _project(self, taps: NDArray[np.float32]) -> NDArray[np.float32]:
+        count = len(taps)
+        source = self._scratch.array("taps", (1, count, taps.shape[1]), np.float32)
+        source[0] = taps
+        states = self._scratch.array("projected", (1, count, self.config.width), np.float32)
+        self._projection.bind_input("taps", source)
+        self._projection.bind_output("state", states)
+        self._projection.run()
+        result: NDArray[np.float32] = states[0]
+        return result
+
+    def _run(
+        self,
+        tokens: NDArray[np.int64],
+        states: NDArray[np.float32],
+        positions: NDArray[np.int64],
+        seen: NDArray[np.bool_],
+        *,
+        used: int,
+        rows: Sequence[int],
+    ) -> DraftStep:
+        count, total = len(tokens), used + len(tokens)
+        if self.cache.reserve(total):
+            for kind, buffer in zip(("key", "value"), self.cache.buffers, strict=True):
+                self._graph.bind_in_place(f"past_key_values.0.{kind}", f"present.0.{kind}", buffer)
+        self._seqlens[0], self._total[...] = total - 1, total
+        cached = total - seen.shape[1]
+        inputs = {
+            "input_ids": (tokens, (1, count), np.int64),
+            "state": (states, (1, count, self.config.width), np.float32),
+            "position_ids": (positions, (1, count), np.int64),
+            "logit_rows": (np.asarray(rows, np.int64), (len(rows),), np.int64),
+        }
+        for name, (value, shape, dtype) in inputs.items():
+            buffer = self._scratch.array(name, shape, dtype)
+            buffer[...] = value
+            self._graph.bind_input(name, buffer)
+        flat = self._scratch.array("bias", (count * total,), np.float32)
+        self._graph.bind_input("attention_bias", attention_bias(seen, cached, out=flat))
+        logits = self._scratch.array("logits", (1, len(rows), self.config.draft_vocab_size), np.float32)
+        own = self._scratch.array("own", (1, count, self.config.width), np.float32)
+        self._graph.bind_output("logits", logits)
+        self._graph.bind_output("next_state", own)
+        self._graph.run()
+        return DraftStep(log_probs=log_softmax(logits[0]), states=own[0][list(rows)])
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Row-wise log-softmax of [R, U]."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    result: NDArray[np.float32] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result

@@ -1,0 +1,58 @@
+"""Keys and values in buffers that grow with use, written in place by the attention operator."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+PAGE = 256  # tokens by which the buffers grow
+
+
+class KvCache:
+    """One key and one value buffer [1, H, C, D] float32 per block, C slots of which the first `length` are in use.
+
+    Keys are stored rotated by position, so a row may be moved to another slot.
+    """
+
+    def __init__(self, *, blocks: int, kv_heads: int, head_width: int) -> None:
+        self.blocks, self.kv_heads, self.head_width = blocks, kv_heads, head_width
+        self.length = 0  # S, slots in use
+        self.capacity = 0  # C
+        self.buffers: list[NDArray[np.float32]] = []  # key 0, value 0, key 1, value 1, ...
+
+    def reserve(self, slots: int) -> bool:
+        """Make room for `slots` slots in all; True when the buffers are new and must be bound again."""
+        if slots <= self.capacity:
+            return False
+        capacity = -(-slots // PAGE) * PAGE
+        shape = (1, self.kv_heads, capacity, self.head_width)
+        grown = []
+        for index in range(2 * self.blocks):
+            buffer = np.zeros(shape, np.float32)
+            if self.length:
+                buffer[:, :, : self.length] = self.buffers[index][:, :, : self.length]
+                self.buffers[index] = np.zeros(0, np.float32)  # give the old one back before the next is made
+            grown.append(buffer)
+        self.buffers, self.capacity = grown, capacity
+        return True
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the last step, which wrote its rows from slot `length` on; the rest is forgotten.
+
+        `rows` ascend. A chain's accepted rows are adjacent already, so nothing moves.
+        """
+        base, count = self.length, len(rows)
+        if list(rows) != list(range(count)):
+            source = base + np.asarray(rows)
+            for buffer in self.buffers:
+                buffer[:, :, base : base + count] = buffer[:, :, source]
+        self.length = base + count
+
+    def truncate(self, length: int) -> None:
+        """Forget everything from slot `length` on."""
+        self.length = min(self.length, length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated now."""
+        return sum(buffer.nbytes for buffer in self.buffers)

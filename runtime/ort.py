@@ -1,0 +1,141 @@
+"""ONNX Runtime sessions: threads, providers, and calls whose buffers are bound once."""
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from elsi_edge.errors import BundleError, ProviderError, UsageError
+from elsi_edge.runtime.options import SessionSettings
+
+# Short names that users type, the provider behind each, and the package that brings it.
+PROVIDERS: Mapping[str, tuple[str, str]] = {
+    "cpu": ("CPUExecutionProvider", "onnxruntime"),
+    "cuda": ("CUDAExecutionProvider", "onnxruntime-gpu"),
+    "openvino": ("OpenVINOExecutionProvider", "onnxruntime-openvino"),
+    "qnn": ("QNNExecutionProvider", "onnxruntime-qnn"),
+    "dml": ("DmlExecutionProvider", "onnxruntime-directml"),
+    "coreml": ("CoreMLExecutionProvider", "onnxruntime"),
+    "xnnpack": ("XnnpackExecutionProvider", "onnxruntime"),
+}
+
+
+def resolve_provider(name: str) -> str:
+    """Full name of an execution provider that is installed.
+
+    Raises UsageError for a name nobody knows, ProviderError for one that is known and not there. There is no silent
+    fall-back to the CPU.
+    """
+    known = {full.lower(): (full, package) for full, package in PROVIDERS.values()}
+    known |= {short: value for short, value in PROVIDERS.items()}
+    available = ort.get_available_providers()
+    if name.lower() not in known:
+        raise UsageError(f"unknown provider {name!r}; installed here: {', '.join(available)}")
+    full, package = known[name.lower()]
+    if full not in available:
+        raise ProviderError(
+            f"provider {full} is not in this ONNX Runtime, which has {', '.join(available)}; pip install {package}"
+        )
+    return full
+
+
+def default_threads() -> int:
+    """Cores this process may use: its affinity, capped by a cgroup's CPU quota; at least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_cpus()
+    return max(1, min(allowed, math.floor(quota)) if quota is not None else allowed)
+
+
+def _cgroup_cpus() -> float | None:
+    """CPUs that cgroup v2's cpu.max grants this process, or None without a limit."""
+    try:
+        group = Path("/proc/self/cgroup").read_text().split("::", 1)[1].split("\n", 1)[0].strip("/")
+        limits = []
+        place = Path("/sys/fs/cgroup") / group
+        for directory in (place, *place.parents):
+            file = directory / "cpu.max"
+            if file.is_file():
+                quota, period = file.read_text().split()
+                if quota != "max":
+                    limits.append(int(quota) / int(period))
+            if directory == Path("/sys/fs/cgroup"):
+                break
+    except (OSError, IndexError, ValueError):
+        return None
+    return min(limits, default=None)
+
+
+def open_session(path: Path, settings: SessionSettings) -> ort.InferenceSession:
+    """Open one graph. Raises BundleError when ONNX Runtime refuses it, ProviderError or UsageError for the provider."""
+    provider = resolve_provider(settings.provider)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = settings.threads or default_threads()
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # Two sessions' pools would spin against each other between calls, and an idle chat would burn a core.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    # Every length is new: shape-keyed memory patterns would only pile up.
+    options.enable_mem_pattern = False
+    try:
+        session = ort.InferenceSession(str(path), options, providers=[provider])
+    except Exception as error:  # ONNX Runtime raises several unrelated types
+        line = str(error).splitlines()[0]
+        raise BundleError(f"ONNX Runtime cannot load {path}: {line}; export the bundle again") from error
+    if provider not in session.get_providers():
+        raise ProviderError(f"provider {provider} refused {path.name}; ONNX Runtime fell back to {session.get_providers()}")
+    return session
+
+
+class BoundGraph:
+    """A session with persistent bindings: buffers are bound by name and stay bound until replaced."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self.session = session
+        self._binding = session.io_binding()
+        self._kept: dict[str, Any] = {}  # ONNX Runtime does not own numpy's memory: keep it alive
+        self.inputs = {value.name: value for value in session.get_inputs()}
+        self.outputs = {value.name: value for value in session.get_outputs()}
+
+    def bind_input(self, name: str, array: NDArray[Any]) -> None:
+        """Bind a C-contiguous array; later changes of its content are seen by the next run."""
+        value = ort.OrtValue.ortvalue_from_numpy(array)
+        self._kept[f"in:{name}"] = (array, value)
+        self._binding.bind_ortvalue_input(name, value)
+
+    def bind_output(self, name: str, array: NDArray[Any]) -> None:
+        """Bind a C-contiguous array that the next runs write into."""
+        value = ort.OrtValue.ortvalue_from_numpy(array)
+        self._kept[f"out:{name}"] = (array, value)
+        self._binding.bind_ortvalue_output(name, value)
+
+    def bind_in_place(self, source: str, result: str, array: NDArray[Any]) -> None:
+        """Bind one array as a past input and its present output: the operator then appends in place, without a copy."""
+        value = ort.OrtValue.ortvalue_from_numpy(array)
+        self._kept[f"both:{source}"] = (array, value)
+        self._binding.bind_ortvalue_input(source, value)
+        self._binding.bind_ortvalue_output(result, value)
+
+    def run(self) -> None:
+        """One call over what is bound."""
+        self.session.run_with_iobinding(self._binding)
+
+
+class Scratch:
+    """Reusable flat buffers by name, grown by doubling: arrays of changing shape without an allocation per call."""
+
+    def __init__(self) -> None:
+        self._flat: dict[str, NDArray[Any]] = {}
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
+        """An uninitialised C-contiguous view of `shape`; valid until the next call with the same name."""
+        size = math.prod(shape)
+        flat = self._flat.get(name)
+        if flat is None or flat.size < size or flat.dtype != dtype:
+            grown = size if flat is None or flat.size * 2 < size else flat.size * 2
+            flat = self._flat[name] = np.empty(max(grown, 1), dtype)
+        return flat[:size].reshape(shape)

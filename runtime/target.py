@@ -1,0 +1,137 @@
+"""The target on ONNX Runtime: prefill, verification of a tree or chain, commit of the accepted rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from elsi_edge.artifacts import ModelShape
+from elsi_edge.errors import BundleError
+from elsi_edge.runtime.kv_cache import KvCache
+from elsi_edge.runtime.ort import BoundGraph, Scratch
+from elsi_edge.runtime.tree import Tree, attention_bias
+
+PREFILL_ROWS = 256  # tokens a prefill call takes: bounds activations and the mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetStep:
+    """What one call of the target yields. Views into buffers that the next call overwrites."""
+
+    logits: NDArray[np.float32]  # [R, V]
+    taps: NDArray[np.float32]  # [T, M*E] tapped states, side by side; [T, 0] in a graph without taps
+
+
+class Target(Protocol):
+    """The seam that the loop sees; the tests fill it with a numpy toy."""
+
+    @property
+    def length(self) -> int:
+        """S, tokens in the cache."""
+        ...
+
+    def reset(self) -> None:
+        """Empty the cache."""
+        ...
+
+    def prefill(self, token_ids: Sequence[int]) -> TargetStep:
+        """Append and commit tokens; logits [1, V] of the last one, taps of all."""
+        ...
+
+    def verify(self, root: int, tree: Tree) -> TargetStep:
+        """Run the root and the tree's nodes without committing: logits [N + 1, V], taps [N + 1, M*E]."""
+        ...
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the last verification in the cache."""
+        ...
+
+
+class OrtTarget:
+    """A target graph in the tree or the chain form (see `elsi_edge.export.surgery`), batch 1."""
+
+    def __init__(self, session: ort.InferenceSession, *, shape: ModelShape, tap_width: int) -> None:
+        graph = BoundGraph(session)
+        blocks = sum(name.startswith("past_key_values.") and name.endswith(".key") for name in graph.inputs)
+        if blocks != shape.blocks or "seqlens_k" not in graph.inputs:
+            raise BundleError(
+                f"the target graph has caches for {blocks} blocks, the manifest says {shape.blocks}; export again"
+            )
+        self.cache = KvCache(blocks=blocks, kv_heads=shape.kv_heads, head_width=shape.head_width)
+        self.is_tree = "attention_bias" in graph.inputs
+        self.vocab_size, self.tap_width = shape.vocab_size, tap_width
+        # The chain form's attention sees one more row than the matrices do, and writes it beyond the end.
+        self._extra = 0 if self.is_tree else 1
+        self._graph, self._scratch = graph, Scratch()
+        self._seqlens = np.zeros(1, np.int32)
+        self._total = np.zeros((), np.int32)
+        graph.bind_input("seqlens_k", self._seqlens)
+        graph.bind_input("total_sequence_length", self._total)
+
+    @property
+    def length(self) -> int:
+        """S, tokens in the cache."""
+        return self.cache.length
+
+    def reset(self) -> None:
+        """Empty the cache; its buffers stay."""
+        self.cache.length = 0
+
+    def prefill(self, token_ids: Sequence[int]) -> TargetStep:
+        """Append and commit tokens in blocks of PREFILL_ROWS rows. Returns logits [1, V] and taps [T, M*E]."""
+        taps = np.empty((len(token_ids), self.tap_width), np.float32)
+        for start in range(0, len(token_ids), PREFILL_ROWS):
+            block = token_ids[start : start + PREFILL_ROWS]
+            last = start + len(block) == len(token_ids)
+            step = self.run(Tree.chain(block[1:]), block[0], logit_rows=[len(block) - 1] if last else [])
+            taps[start : start + len(block)] = step.taps
+            self.cache.commit(range(len(block)))
+        return TargetStep(logits=step.logits, taps=taps)
+
+    def verify(self, root: int, tree: Tree) -> TargetStep:
+        """Logits [N + 1, V] and taps [N + 1, M*E] of the root and every node; nothing is committed."""
+        return self.run(tree, root, logit_rows=range(tree.size + 1))
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the last verification in the cache."""
+        self.cache.commit(rows)
+
+    def run(self, tree: Tree, root: int, *, logit_rows: Sequence[int]) -> TargetStep:
+        """One call over the root and the tree's nodes; logits of the named rows only."""
+        rows, cached = tree.size + 1, self.cache.length
+        if not self.is_tree and not tree.is_chain:
+            raise ValueError("this target graph has the chain form; it cannot verify a tree")
+        if self.cache.reserve(cached + rows + self._extra):
+            self._bind_cache()
+        self._seqlens[0] = self._total[...] = cached + rows + self._extra
+        self._seqlens[0] -= 1
+        ids = self._scratch.array("ids", (1, rows), np.int64)
+        ids[0, 0], ids[0, 1:] = root, tree.tokens
+        wanted = self._scratch.array("rows", (len(logit_rows),), np.int64)
+        wanted[:] = logit_rows
+        logits = self._scratch.array("logits", (1, len(logit_rows), self.vocab_size), np.float32)
+        taps = self._scratch.array("taps", (1, rows, self.tap_width), np.float32)
+        self._graph.bind_input("input_ids", ids)
+        self._graph.bind_input("logit_rows", wanted)
+        self._graph.bind_output("logits", logits)
+        if self.tap_width:
+            self._graph.bind_output("taps", taps)
+        if self.is_tree:
+            self._bind_tree(tree, rows, cached)
+        self._graph.run()
+        return TargetStep(logits=logits[0], taps=taps[0])
+
+    def _bind_tree(self, tree: Tree, rows: int, cached: int) -> None:
+        positions = self._scratch.array("positions", (1, rows), np.int64)
+        positions[0] = cached + tree.depths()
+        flat = self._scratch.array("bias", (rows * (cached + rows),), np.float32)
+        self._graph.bind_input("position_ids", positions)
+        self._graph.bind_input("attention_bias", attention_bias(tree.ancestors(), cached, out=flat))
+
+    def _bind_cache(self) -> None:
+        for block in range(self.cache.blocks):
+            for kind, buffer in zip(("key", "value"), self.cache.buffers[2 * block : 2 * block + 2], strict=True):
+                self._graph.bind_in_place(f"past_key_values.{block}.{kind}", f"present.{block}.{kind}", buffer)

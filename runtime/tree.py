@@ -1,0 +1,109 @@
+"""Drafted candidates as a tree, and the mask under which the target sees them. Pure numpy, no I/O."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROOT = -1  # parent of a first-level node: the last emitted token, which is row 0 of a verification
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    """N drafted nodes below the root; parents come before children.
+
+    A verification has N + 1 rows: row 0 is the root (the last emitted token), row i + 1 is node i.
+    """
+
+    tokens: NDArray[np.int64]  # [N] target token ids
+    parents: NDArray[np.int64]  # [N] index of the parent node, ROOT for the first level
+
+    def __post_init__(self) -> None:
+        if self.tokens.shape != self.parents.shape or self.tokens.ndim != 1:
+            raise ValueError(f"tokens {self.tokens.shape} and parents {self.parents.shape} must be equal vectors")
+        if self.size and not bool(np.all((self.parents >= ROOT) & (self.parents < np.arange(self.size)))):
+            raise ValueError("a node's parent must come before it")
+
+    @classmethod
+    def empty(cls) -> Self:
+        """No candidates: a verification of the root alone, which is plain decoding."""
+        return cls(tokens=np.zeros(0, np.int64), parents=np.zeros(0, np.int64))
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int]) -> Self:
+        """Each node the child of the one before it."""
+        ids = np.asarray(tokens, np.int64)
+        return cls(tokens=ids, parents=np.arange(ROOT, len(ids) - 1, dtype=np.int64))
+
+    @property
+    def size(self) -> int:
+        """N, the number of drafted nodes."""
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each node is the child of the one before it."""
+        return bool(np.array_equal(self.parents, np.arange(ROOT, self.size - 1)))
+
+    def depths(self) -> NDArray[np.int64]:
+        """[N + 1] depth of each row; the root has 0. A row's position is the root's plus its depth."""
+        depths = np.zeros(self.size + 1, np.int64)
+        for node, parent in enumerate(self.parents):
+            depths[node + 1] = depths[parent + 1] + 1
+        return depths
+
+    def ancestors(self) -> NDArray[np.bool_]:
+        """[N + 1, N + 1] which rows each row sees: its ancestors and itself.
+
+        For a root with children a and b, and c below a (rows: root, a, b, c)::
+
+            root  1 0 0 0
+            a     1 1 0 0
+            b     1 0 1 0
+            c     1 1 0 1
+        """
+        seen = np.eye(self.size + 1, dtype=np.bool_)
+        for node, parent in enumerate(self.parents):
+            seen[node + 1] |= seen[parent + 1]
+        return seen
+
+    def children(self, row: int) -> dict[int, int]:
+        """Rows of the children of `row`, by token; of two children with one token the first counts."""
+        found: dict[int, int] = {}
+        for node in np.flatnonzero(self.parents == row - 1):
+            found.setdefault(int(self.tokens[node]), int(node) + 1)
+        return found
+
+
+def best_first(tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float], budget: int) -> Tree:
+    """The `budget` nodes of highest path score, parents first (EAGLE-2's reranking, arXiv 2406.16858 section 4.2).
+
+    `scores` [n] are path log-probabilities, so a child never scores above its parent; ties go to the earlier node,
+    and parents are listed before children, so the kept nodes always form a tree.
+    """
+    order = sorted(range(len(tokens)), key=lambda node: (-scores[node], node))[:budget]
+    kept = sorted(order)
+    place = {node: index for index, node in enumerate(kept)}
+    return Tree(
+        tokens=np.array([tokens[node] for node in kept], np.int64),
+        parents=np.array([ROOT if parents[n] == ROOT else place[parents[n]] for n in kept], np.int64),
+    )
+
+
+def attention_bias(seen: NDArray[np.bool_], cached: int, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    """[1, 1, T, S + W] additive mask: 0 for the S cached columns and every column seen, the lowest float elsewhere.
+
+    `seen` [T, W] says which of the last W columns each row sees (W = T when the rows themselves are all that is not
+    cached). `out` is a flat buffer of at least T * (S + W) floats to write into, so that a round allocates nothing that
+    grows with the context.
+    """
+    rows, width = seen.shape
+    total = cached + width
+    if out is None:
+        out = np.empty(rows * total, np.float32)
+    bias = out[: rows * total].reshape(rows, total)
+    bias[:, :cached] = 0.0
+    bias[:, cached:] = np.where(seen, np.float32(0.0), np.finfo(np.float32).min)
+    return bias.reshape(1, 1, rows, total)
