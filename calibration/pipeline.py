@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
+
+from elsi_edge.artifacts import METHODS, LayerSelection, Method, PromptRow
 from elsi_edge.calibration import selection
 from elsi_edge.calibration.statistics import (
     NORMALISATIONS,
@@ -17,8 +19,6 @@ from elsi_edge.calibration.statistics import (
     keep_positions,
     linear_cka,
 )
-
-from elsi_edge.artifacts import METHODS, LayerSelection, Method, PromptRow
 from elsi_edge.errors import ConfigError, DataError, PromptError
 from elsi_edge.models import SourceModel
 from elsi_edge.prompts import prompts_sha256

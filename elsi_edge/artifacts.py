@@ -81,7 +81,7 @@ class LayerSelection:
         _require(len(self.taps) >= 1, "a selection needs at least one tap, it has none")
         _require(list(self.taps) == sorted(set(self.taps)), f"taps {list(self.taps)} must ascend without repeats")
         _require(
-            self.blocks >= 1 and 0 <= self.taps[0] and self.taps[-1] <= self.blocks,
+            self.blocks >= 1 and self.taps[0] >= 0 and self.taps[-1] <= self.blocks,
             f"taps {list(self.taps)} must lie in 0..{self.blocks}, the target's number of blocks",
         )
         _require(0.0 < self.keep <= 1.0, f"keep is {self.keep}, it must lie in (0, 1]")
@@ -182,7 +182,7 @@ class TargetStates:
 
 
 class TargetRunner(Protocol):
-    """A running target, as calibration and distillation see it; the CLI fills it with a runtime session or with torch."""
+    """A running target, as calibration and distillation see it; the CLI fills it with a runtime session or torch."""
 
     fingerprint: str  # of the source model's weights and shape
     shape: ModelShape

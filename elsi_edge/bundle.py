@@ -154,12 +154,15 @@ def _check_file(directory: Path, name: str, entry: FileEntry) -> None:
         raise BundleError(f"bundle {directory}: the file {name} is missing; copy or export it again")
     size = path.stat().st_size
     if size != entry.bytes:
-        raise BundleError(f"bundle {directory}: {name} has {size} bytes, the manifest says {entry.bytes}; copy it again")
+        raise BundleError(
+            f"bundle {directory}: {name} has {size} bytes, the manifest says {entry.bytes}; copy it again"
+        )
     with storage_errors(path):
         digest = sha256_file(path)
     if digest != entry.sha256:
         raise BundleError(
-            f"bundle {directory}: {name} was altered (sha256 {digest[:12]}…, manifest {entry.sha256[:12]}…); copy it again"
+            f"bundle {directory}: {name} was altered (sha256 {digest[:12]}, the manifest says {entry.sha256[:12]}); "
+            "copy it again"
         )
 
 

@@ -2,7 +2,7 @@
 
 
 class ElsiError(Exception):
-    """Base of every error that elsi-edge raises on purpose; the CLI prints it as one line and exits with `exit_code`."""
+    """Base of every error raised on purpose; the CLI prints it as one line and exits with `exit_code`."""
 
     exit_code = 1
 

@@ -4,6 +4,7 @@ One block graph serves both modes, since its `state` input is either projected t
 output. The embedding lookup is the target's own nodes: it names the same bytes of the same weights file.
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def _block(draft: LoadedDraft) -> onnx.ModelProto:
     norms = ("embed_norm.weight", "state_norm.weight", "mlp_norm.weight", "final_norm.weight")
     weights = {name: tensors[name].T for name in matrices} | {name: tensors[name] for name in norms}
     weights["cos_cache"], weights["sin_cache"] = rotary_tables(config)
-    cache = [1, config.kv_heads, "C", config.head_width]
+    cache: list[int | str] = [1, config.kv_heads, "C", config.head_width]
     inputs = [
         _floats(_EMBEDDED, [1, "T", config.width]),
         _floats("state", [1, "T", config.width]),
@@ -84,15 +85,19 @@ def _block_nodes(config: DraftConfig) -> list[onnx.NodeProto]:
     def add_norm(first: str, second: str, weight: str, result: str, total: str) -> onnx.NodeProto:
         outputs = [result, "", "", total]
         operator = "SkipSimplifiedLayerNormalization"
-        return helper.make_node(operator, [first, second, weight], outputs, f"/{result}", domain=_MICROSOFT, epsilon=eps)
+        return helper.make_node(
+            operator, [first, second, weight], outputs, f"/{result}", domain=_MICROSOFT, epsilon=eps
+        )
 
     def product(source: str, weight: str, result: str) -> onnx.NodeProto:
         return helper.make_node("MatMul", [source, weight], [result], name=f"/{result}/MatMul")
 
     attention = helper.make_node(
         "GroupQueryAttention",
-        ["qkv", "", "", "past_key_values.0.key", "past_key_values.0.value", "seqlens_k", "total_sequence_length"]
-        + ["cos_cache", "sin_cache", "position_ids", "attention_bias"],
+        [
+            *("qkv", "", "", "past_key_values.0.key", "past_key_values.0.value"),
+            *("seqlens_k", "total_sequence_length", "cos_cache", "sin_cache", "position_ids", "attention_bias"),
+        ],
         ["attended", "present.0.key", "present.0.value"],
         name="/attention",
         domain=_MICROSOFT,
@@ -135,6 +140,7 @@ def _quantised(model: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
         return model
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
+    logging.getLogger("onnxruntime.quantization.matmul_nbits_quantizer").setLevel(logging.WARNING)
     bits = 4 if precision == "int4" else 8
     quantiser = MatMulNBitsQuantizer(model, bits=bits, block_size=BLOCK, is_symmetric=True, accuracy_level=4)
     quantiser.process()

@@ -1,2 +1,216 @@
-"""placeholder"""
-def check(*a, **k): return {}
+"""Does the bundle compute what the source model computes? Measured before a bundle may appear.
+
+The graphs are run by the runtime's own classes, so that what was checked is what will run.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elsi_edge.artifacts import Precision
+from elsi_edge.bundle import BundleManifest
+from elsi_edge.draft.checkpoint import LoadedDraft
+from elsi_edge.errors import ParityError
+from elsi_edge.export.reference import Reference
+from elsi_edge.models import SourceModel
+from elsi_edge.runtime.draft import OrtDraft, log_softmax
+from elsi_edge.runtime.options import SessionSettings
+from elsi_edge.runtime.ort import open_session
+from elsi_edge.runtime.target import OrtTarget
+from elsi_edge.runtime.tree import Tree
+from elsi_edge.text import TextCodec
+
+Floats = NDArray[np.float32]
+
+# What passes, by precision. fp32 differs in the order of sums alone. At 4 bits a 135M model's next-token distributions
+# part by about half a nat, which says nothing against the graph; a wrong position, mask or tap costs several nats.
+MAX_DIVERGENCE: dict[Precision, float] = {"fp32": 1e-3, "int8": 0.1, "int4": 1.5}  # nats, mean over a text's rows
+MAX_STATE_ERROR: dict[Precision, float] = {"fp32": 2e-3, "int8": 0.1, "int4": 0.5}  # of taps and draft, relative
+_ROW_SLACK = 4.0  # a single row of a tree scatters more than the mean over texts
+
+# Several scripts, code, spaces and line breaks: one English line hides faults of scale, rotary base and cache.
+TEXTS = (
+    "A heron stood in the shallow water for most of the morning. When the tide turned, small silver fish came in over "
+    "the sandbar, and the bird began to walk, one slow step at a time, watching the light move on the surface.",
+    "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n    return total / len(values)"
+    "\n\n\nprint(mean([1.5, 2.5, 4.0]))\n",
+    "Der Zug nach Bremen fährt um 7:42 Uhr von Gleis 12 ab. Bitte vergessen Sie nicht, Ihre Fahrkarte zu entwerten.",
+    "باران دیشب تا صبح بارید و کوچه‌ها پر از آب شد.",
+    "今朝は駅前の公園で、古い友人と偶然会って、二人でコーヒーを飲んだ。",
+    "x" + " " * 60 + "y" + "\n" * 20 + "z 1234567890 3.14159 \t\t🙂🚲",
+)
+
+
+@dataclass(kw_only=True)
+class _Sums:
+    """Running sums over texts."""
+
+    squared_error: float = 0.0
+    squared: float = 0.0
+    largest: float = 0.0
+    agree: int = 0
+    rows: int = 0
+    loss: float = 0.0
+    loss_source: float = 0.0
+    divergence: float = 0.0  # of the graph's next-token distributions from the source's, nats
+    predicted: int = 0
+    taps: list[float] = field(default_factory=list)
+
+    def add(self, got: Floats, want: Floats, ids: Sequence[int]) -> None:
+        """Logits [T, V] of a text and the reference's."""
+        self.squared_error += float(np.square(got - want, dtype=np.float64).sum())
+        self.squared += float(np.square(want - want.mean(-1, keepdims=True), dtype=np.float64).sum())
+        self.largest = max(self.largest, float(np.abs(got - want).max()))
+        self.agree += int((got.argmax(-1) == want.argmax(-1)).sum())
+        self.rows += len(ids)
+        self.divergence += _divergence(got, want)
+        places = np.arange(len(ids) - 1), np.asarray(ids[1:])
+        self.loss -= float(log_softmax(got[:-1])[places].sum())
+        self.loss_source -= float(log_softmax(want[:-1])[places].sum())
+        self.predicted += len(ids) - 1
+
+
+def check(directory: Path, manifest: BundleManifest, source: SourceModel, draft: LoadedDraft | None) -> dict[str, Any]:
+    """Compare every graph of a bundle being made with torch. Raises ParityError naming the output and both numbers.
+
+    Returns what was measured, for the manifest: relative error, agreement of the most likely token and perplexity
+    beside the source's, of taps and draft too; whether the chain form gives the same bits for one row and several.
+    """
+    codec = TextCodec.open(directory)
+    reference = Reference(source.directory)
+    divergence_limit, state_limit = MAX_DIVERGENCE[manifest.precision], MAX_STATE_ERROR[manifest.precision]
+    target = _open_target(directory, manifest, "target-tree")
+    sums = _Sums()
+    for text in TEXTS:
+        ids = codec.encode_raw(text)[: min(96, manifest.context - 1)]
+        want, want_taps = reference.run(ids, manifest.selection)
+        target.reset()
+        step = target.run(Tree.chain(ids[1:]), ids[0], logit_rows=range(len(ids)))
+        sums.add(step.logits, want, ids)
+        if manifest.selection is not None:
+            sums.taps.append(relative_error(step.taps, want_taps))
+    divergence = sums.divergence / sums.rows
+    _require("next-token distributions", divergence, divergence_limit, "nats")
+    measured: dict[str, Any] = {
+        "texts": len(TEXTS),
+        "tokens": sums.rows,
+        "logits_relative_error": math.sqrt(sums.squared_error / max(sums.squared, 1e-30)),
+        "logits_max_error": sums.largest,
+        "top1_agreement": sums.agree / sums.rows,
+        "divergence_nats": divergence,
+        "perplexity": math.exp(sums.loss / sums.predicted),
+        "perplexity_source": math.exp(sums.loss_source / sums.predicted),
+    }
+    if sums.taps:
+        measured["taps_relative_error"] = max(sums.taps)
+        _require("taps", max(sums.taps), state_limit, "relative")
+    ids = codec.encode_raw(TEXTS[0])[:40]
+    worst = _check_tree(target, reference, manifest, ids)
+    measured["tree_divergence_nats"] = worst
+    _require("a tree's distributions", worst, _ROW_SLACK * divergence_limit, "nats")
+    if "target-chain" in manifest.graphs:
+        _check_chain(_open_target(directory, manifest, "target-chain"), ids)
+        measured["chain_bit_identical"] = True
+    if draft is not None:
+        measured |= _check_draft(directory, manifest, reference, draft, ids, state_limit)
+    return measured
+
+
+def _divergence(got: Floats, want: Floats) -> float:
+    """Kullback-Leibler divergence of the rows of `got` [T, V] from those of `want`, summed, nats."""
+    log_got, log_want = log_softmax(got), log_softmax(want)
+    return float((np.exp(log_want) * (log_want - log_got)).sum(dtype=np.float64))
+
+
+def relative_error(got: Floats, want: Floats) -> float:
+    """Root mean square of the difference over that of the reference."""
+    wide = got.astype(np.float64) - want
+    return float(np.sqrt(np.square(wide).sum() / max(float(np.square(want, dtype=np.float64).sum()), 1e-30)))
+
+
+def _open_target(directory: Path, manifest: BundleManifest, role: str) -> OrtTarget:
+    session = open_session(directory / manifest.graphs[role], SessionSettings())
+    return OrtTarget(session, shape=manifest.shape, tap_width=manifest.tap_width)
+
+
+def _check_tree(target: OrtTarget, reference: Reference, manifest: BundleManifest, ids: list[int]) -> float:
+    """A tree with two branches after a past against its paths run whole (positions, mask, cache): worst row, nats."""
+    past, root, rest = ids[:16], ids[16], ids[17:23]
+    # Nodes 0-2 follow the text, 3 is another first token, 4 and 5 hang below 0 and 3.
+    tree = Tree(
+        tokens=np.array([*rest[:3], rest[3], rest[4], rest[5]], np.int64), parents=np.array([-1, 0, 1, -1, 0, 3])
+    )
+    target.reset()
+    target.prefill(past)
+    logits = target.verify(root, tree).logits.copy()
+    worst = 0.0
+    for row in range(tree.size + 1):
+        path = [int(tree.tokens[node]) for node in np.flatnonzero(tree.ancestors()[row, 1:])]
+        want, _ = reference.run([*past, root, *path], manifest.selection)
+        worst = max(worst, _divergence(logits[row : row + 1], want[-1:]))
+    return worst
+
+
+def _check_chain(target: OrtTarget, ids: list[int]) -> None:
+    """One row a step and several must give the same bits: that is what exact mode stands on."""
+    past, rest = ids[:16], ids[16:32]
+    results = []
+    for step in (1, 2, 5, 16):
+        target.reset()
+        target.prefill(past)
+        rows = []
+        for start in range(0, len(rest), step):
+            block = rest[start : start + step]
+            rows.append(target.verify(block[0], Tree.chain(block[1:])).logits.copy())
+            target.commit(range(len(block)))
+        results.append(np.concatenate(rows))
+    for step, result in zip((2, 5, 16), results[1:], strict=True):
+        if not np.array_equal(result, results[0]):
+            raise ParityError(
+                f"exact mode: {step} rows a step and one differ by {np.abs(result - results[0]).max():.3g} in the "
+                "logits on this machine, they must be equal; export on the device, or use --precision fp32"
+            )
+
+
+def _check_draft(
+    directory: Path,
+    manifest: BundleManifest,
+    reference: Reference,
+    draft: LoadedDraft,
+    ids: list[int],
+    limit: float,
+) -> dict[str, float]:
+    """Entries on the target's states, then one node on the draft's own, against the torch network."""
+    from elsi_edge.export.reference import DraftReference
+
+    _, taps = reference.run(ids[:-1], manifest.selection)
+    expected = DraftReference(draft, reference.embeddings)
+    settings = SessionSettings()
+    graph = OrtDraft(
+        open_session(directory / manifest.graphs["draft"], settings),
+        open_session(directory / manifest.graphs["projection"], settings),
+        config=draft.config,
+        draft_to_target_ids=draft.draft_to_target_ids,
+    )
+    first = graph.extend(ids[1:], taps)
+    token = int(draft.draft_to_target_ids[int(first.log_probs[0].argmax())])
+    second = graph.expand(np.array([token]), first.states, 1, np.ones((1, 1), np.bool_))
+    wanted = expected.rollout(ids[1:], taps, token)
+    errors = {}
+    for name, got, want in (("entry", first, wanted[0]), ("node", second, wanted[1])):
+        errors[f"draft_{name}_relative_error"] = relative_error(got.log_probs[0], want)
+        _require(f"the draft's {name}", errors[f"draft_{name}_relative_error"], limit, "relative")
+    return errors
+
+
+def _require(what: str, error: float, limit: float, unit: str) -> None:
+    if not error <= limit:  # NaN fails too
+        raise ParityError(
+            f"{what} of the exported graph differ from the source model's by {error:.3g} ({unit}), {limit:g} is "
+            "allowed; the bundle was not kept. Try --precision fp32"
+        )

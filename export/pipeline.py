@@ -106,7 +106,7 @@ def require_same_target(draft: LoadedDraft, source: SourceModel, codec: TextCode
         if has != wants:
             raise DraftError(
                 f"the draft was trained for another target: its {what} is {has}, {source.reference} has {wants}; "
-                f"train one for this model: elsi-edge distill {source.reference}, then elsi-edge train {source.reference}"
+                f"train one for it: elsi-edge distill {source.reference}, then elsi-edge train {source.reference}"
             )
 
 
@@ -119,9 +119,7 @@ def _context(source: SourceModel, settings: ExportSettings) -> int:
     return settings.context
 
 
-def same_selection_or_explain(
-    wanted: LayerSelection, draft: LoadedDraft, *, model: str, draft_path: Path
-) -> None:
+def same_selection_or_explain(wanted: LayerSelection, draft: LoadedDraft, *, model: str, draft_path: Path) -> None:
     """Raise DraftError when a selection and a draft's own differ: both, how far apart they score, and the ways out."""
     trained = draft.config.selection
     if wanted.same_taps(trained):

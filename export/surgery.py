@@ -7,8 +7,8 @@ Here it becomes, without touching the weights file:
 - an input `logit_rows` [R] int64: the rows whose logits are wanted (a prefill wants one, a verification all of them);
 - taps: the residual stream entering block t as an extra output;
 - **tree** form: `position_ids` [1, T] int64 and `attention_bias` [1, 1, T, S + T] float32 wired to every attention;
-- **chain** form (the exact mode of int4 and int8): every attention sees one more query row, a copy of the last one, which
-  is dropped after it. GroupQueryAttention sums in another order for one query row than for several; with at least two
+- **chain** form (the exact mode of int4 and int8): every attention sees one more query row, a copy of the last one,
+  which is dropped after it. GroupQueryAttention sums in another order for one query row than for several; with at least two
   rows always, one token a step and many a step agree bit for bit. The extra key and value land beyond the end of the
   cache's used part and are overwritten by the next step.
 """
@@ -177,7 +177,7 @@ def share_embedding(model: ir.Model, *, bits: int, block: int, vocab_size: int, 
 
 
 def embed_with(model: ir.Model, target: ir.Model, name: str) -> None:
-    """Replace the input `name` of a draft by the target's own lookup of `input_ids` (its tap 0), weights shared by name."""
+    """Replace the input `name` of a draft by the target's own lookup of `input_ids` (its tap 0); weights are shared."""
     embedding = residuals(target)[0]
     cloned: dict[ir.Value, ir.Value] = {}
     ids = ir.Value(name="input_ids", shape=ir.Shape([1, "T"]), type=ir.TensorType(ir.DataType.INT64))
@@ -276,8 +276,14 @@ def _clone(node: ir.Node, cloned: dict[ir.Value, ir.Value], model: ir.Model) -> 
             model.graph.register_initializer(copy)
             cloned[source] = copy
         inputs.append(None if source is None else cloned[source])
-    made = ir.node(node.op_type, inputs, attributes=dict(node.attributes), domain=node.domain, name=node.name,
-                   num_outputs=len(node.outputs))
+    made = ir.node(
+        node.op_type,
+        inputs,
+        attributes=dict(node.attributes),
+        domain=node.domain,
+        name=node.name,
+        num_outputs=len(node.outputs),
+    )
     for old, new in zip(node.outputs, made.outputs, strict=True):
         new.name = old.name
         cloned[old] = new

@@ -1,5 +1,6 @@
 """The loop: propose, verify, commit, emit. Reads like the papers; everything it touches is a seam."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,8 +64,7 @@ def rounds(
         # 3. Verify: one call of the target over the root and all nodes.
         step = target.verify(root, tree)
         verified = time.perf_counter()
-        done = emitted
-        verdict = walk(tree, step.logits, lambda logits, depth, done=done: choose(logits, done + depth))
+        verdict = walk(tree, step.logits, functools.partial(_at, choose, emitted))
 
         # 4. Commit: accepted rows stay in the cache, their states go to the draft.
         target.commit(verdict.rows)
@@ -80,3 +80,7 @@ def rounds(
             seconds_propose=proposed - start,
             seconds_target=verified - proposed,
         )
+
+
+def _at(choose: Choose, emitted: int, logits: NDArray[np.float32], depth: int) -> int:
+    return choose(logits, emitted + depth)

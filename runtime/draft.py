@@ -7,6 +7,7 @@ target's (EAGLE-3's training-time test, arXiv 2503.01840, trains for this).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -53,7 +54,7 @@ class OrtDraft:
         self.cache.length = 0
 
     def extend(self, next_tokens: Sequence[int], taps: NDArray[np.float32]) -> DraftStep:
-        """Commit one entry per row of `taps` [T, M*E] with the token that followed it; the last entry's step [1, ...]."""
+        """Commit one entry per row of `taps` [T, M*E] and the token that followed it; returns the last entry's step."""
         for start in range(0, len(next_tokens), ENTRY_ROWS):
             tokens = np.asarray(next_tokens[start : start + ENTRY_ROWS], np.int64)
             count = len(tokens)
@@ -102,12 +103,10 @@ class OrtDraft:
         rows: Sequence[int],
     ) -> DraftStep:
         count, total = len(tokens), used + len(tokens)
-        if self.cache.reserve(total):
-            for kind, buffer in zip(("key", "value"), self.cache.buffers, strict=True):
-                self._graph.bind_in_place(f"past_key_values.0.{kind}", f"present.0.{kind}", buffer)
+        self._graph.reserve(self.cache, total)
         self._seqlens[0], self._total[...] = total - 1, total
         cached = total - seen.shape[1]
-        inputs = {
+        inputs: dict[str, tuple[NDArray[Any], tuple[int, ...], type[np.generic]]] = {
             "input_ids": (tokens, (1, count), np.int64),
             "state": (states, (1, count, self.config.width), np.float32),
             "position_ids": (positions, (1, count), np.int64),

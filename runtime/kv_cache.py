@@ -26,12 +26,14 @@ class KvCache:
             return False
         capacity = -(-slots // PAGE) * PAGE
         shape = (1, self.kv_heads, capacity, self.head_width)
+        old = self.buffers if self.length else []
+        self.buffers, self.capacity = [], 0  # an interrupt below leaves an empty cache, not half of one
         grown = []
         for index in range(2 * self.blocks):
             buffer = np.zeros(shape, np.float32)
-            if self.length:
-                buffer[:, :, : self.length] = self.buffers[index][:, :, : self.length]
-                self.buffers[index] = np.zeros(0, np.float32)  # give the old one back before the next is made
+            if old:
+                buffer[:, :, : self.length] = old[index][:, :, : self.length]
+                old[index] = np.zeros(0, np.float32)  # give the old one back before the next is made
             grown.append(buffer)
         self.buffers, self.capacity = grown, capacity
         return True

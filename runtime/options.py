@@ -3,9 +3,11 @@
 import math
 import secrets
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from elsi_edge.errors import ConfigError
 
+DraftShape = Literal["auto", "chain", "tree"]
 MAX_SEED = (1 << 63) - 1
 DEFAULT_MAX_TOKENS = 256  # tokens
 MAX_DRAFT_NODES = 127  # N; a verification of 128 rows
@@ -28,13 +30,16 @@ class GenerateOptions:
     """Operational: per call. In exact mode none of these but the sampling ones changes the tokens."""
 
     draft_nodes: int | None = None  # N drafted nodes a round (N + 1 rows to verify); None = the default, 0 = plain
+    shape: DraftShape = "auto"  # of the candidates: auto is a tree where exactness allows one, else a chain
     plain: bool = False  # no draft at all
     exact: bool = True  # the same tokens as plain decoding; trees at int4 and int8 need exact=False
     max_tokens: int = DEFAULT_MAX_TOKENS  # of the answer, the end token counted; at least 1
     temperature: float = 0.0  # 0 = greedy
     top_k: int = 0  # keep this many tokens; 0 = all
     top_p: float = 1.0  # keep the smallest set with this probability, in 0..1; 0 keeps the top token
-    min_p: float = 0.0  # keep tokens with at least this share of the top one's probability, in 0..1
+    min_p: float = (
+        0.0  # keep tokens with at least this share of the top one's probability, in 0..1; 1 keeps the top token
+    )
     seed: int | None = None  # None = drawn, and recorded in the result
     stop: tuple[str, ...] = ()  # texts that end the answer; not searched in the prompt
     system: str | None = None  # system message, first in the chat
@@ -48,6 +53,12 @@ class GenerateOptions:
         _in_range("--top-p", self.top_p, 0.0, 1.0)
         _in_range("--min-p", self.min_p, 0.0, 1.0)
         _in_range("--seed", self.seed or 0, 0, MAX_SEED)
+        if isinstance(self.stop, str):
+            raise ConfigError(
+                f"stop is the text {self.stop!r}, it must be a tuple of texts; write stop=({self.stop!r},)"
+            )
+        if self.shape not in get_args(DraftShape):
+            raise ConfigError(f"--shape is {self.shape!r}, it must be one of {', '.join(get_args(DraftShape))}")
         if any(text == "" for text in self.stop):
             raise ConfigError("--stop is an empty text, which every answer contains; give at least one character")
         if self.raw and self.system is not None:

@@ -1,7 +1,6 @@
 """ONNX Runtime sessions: threads, providers, and calls whose buffers are bound once."""
 
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from elsi_edge.errors import BundleError, ProviderError, UsageError
+from elsi_edge.machine import cores
+from elsi_edge.runtime.kv_cache import KvCache
 from elsi_edge.runtime.options import SessionSettings
 
 # Short names that users type, the provider behind each, and the package that brings it.
@@ -32,7 +33,7 @@ def resolve_provider(name: str) -> str:
     fall-back to the CPU.
     """
     known = {full.lower(): (full, package) for full, package in PROVIDERS.values()}
-    known |= {short: value for short, value in PROVIDERS.items()}
+    known |= dict(PROVIDERS)
     available = ort.get_available_providers()
     if name.lower() not in known:
         raise UsageError(f"unknown provider {name!r}; installed here: {', '.join(available)}")
@@ -44,37 +45,11 @@ def resolve_provider(name: str) -> str:
     return full
 
 
-def default_threads() -> int:
-    """Cores this process may use: its affinity, capped by a cgroup's CPU quota; at least 1."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_cpus()
-    return max(1, min(allowed, math.floor(quota)) if quota is not None else allowed)
-
-
-def _cgroup_cpus() -> float | None:
-    """CPUs that cgroup v2's cpu.max grants this process, or None without a limit."""
-    try:
-        group = Path("/proc/self/cgroup").read_text().split("::", 1)[1].split("\n", 1)[0].strip("/")
-        limits = []
-        place = Path("/sys/fs/cgroup") / group
-        for directory in (place, *place.parents):
-            file = directory / "cpu.max"
-            if file.is_file():
-                quota, period = file.read_text().split()
-                if quota != "max":
-                    limits.append(int(quota) / int(period))
-            if directory == Path("/sys/fs/cgroup"):
-                break
-    except (OSError, IndexError, ValueError):
-        return None
-    return min(limits, default=None)
-
-
 def open_session(path: Path, settings: SessionSettings) -> ort.InferenceSession:
     """Open one graph. Raises BundleError when ONNX Runtime refuses it, ProviderError or UsageError for the provider."""
     provider = resolve_provider(settings.provider)
     options = ort.SessionOptions()
-    options.intra_op_num_threads = settings.threads or default_threads()
+    options.intra_op_num_threads = settings.threads or cores().usable
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     # Two sessions' pools would spin against each other between calls, and an idle chat would burn a core.
@@ -87,7 +62,9 @@ def open_session(path: Path, settings: SessionSettings) -> ort.InferenceSession:
         line = str(error).splitlines()[0]
         raise BundleError(f"ONNX Runtime cannot load {path}: {line}; export the bundle again") from error
     if provider not in session.get_providers():
-        raise ProviderError(f"provider {provider} refused {path.name}; ONNX Runtime fell back to {session.get_providers()}")
+        raise ProviderError(
+            f"provider {provider} refused {path.name}; ONNX Runtime fell back to {session.get_providers()}"
+        )
     return session
 
 
@@ -98,6 +75,7 @@ class BoundGraph:
         self.session = session
         self._binding = session.io_binding()
         self._kept: dict[str, Any] = {}  # ONNX Runtime does not own numpy's memory: keep it alive
+        self._in_place: dict[str, Any] = {}  # the same for arrays bound as input and output
         self.inputs = {value.name: value for value in session.get_inputs()}
         self.outputs = {value.name: value for value in session.get_outputs()}
 
@@ -116,9 +94,23 @@ class BoundGraph:
     def bind_in_place(self, source: str, result: str, array: NDArray[Any]) -> None:
         """Bind one array as a past input and its present output: the operator then appends in place, without a copy."""
         value = ort.OrtValue.ortvalue_from_numpy(array)
-        self._kept[f"both:{source}"] = (array, value)
         self._binding.bind_ortvalue_input(source, value)
         self._binding.bind_ortvalue_output(result, value)
+        self._in_place[source] = (array, value)
+
+    def reserve(self, cache: KvCache, slots: int) -> None:
+        """Make room for `slots` slots in `cache` and bind its buffers in place.
+
+        Old buffers are let go one by one, so that growing takes one cache and one buffer more, not two caches. An
+        interrupt on the way leaves the rest to the next call.
+        """
+        if slots > cache.capacity:
+            self._in_place.clear()
+            cache.reserve(slots)
+        if len(self._in_place) < len(cache.buffers):
+            for index, buffer in enumerate(cache.buffers):
+                name = f"{index // 2}.{'value' if index % 2 else 'key'}"
+                self.bind_in_place(f"past_key_values.{name}", f"present.{name}", buffer)
 
     def run(self) -> None:
         """One call over what is bound."""

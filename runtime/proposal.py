@@ -80,6 +80,8 @@ class DraftProposer:
         """At most `budget` candidates for what follows the last observed token."""
         if not self._tokens:
             raise ValueError("nothing was observed since the last proposal")
+        if len(self._tokens) > self.draft.room():
+            return Tree.empty()  # the draft was made for shorter sequences than the target runs
         step = self.draft.extend(self._tokens, np.concatenate(self._taps))
         self._tokens, self._taps = [], []
         shape = TreeShape.for_budget(min(budget, self.draft.room()), chain=chain)
@@ -91,7 +93,9 @@ class DraftProposer:
         run: list[int] = []  # nodes that the draft ran, in cache order
         parents = [ROOT]  # nodes whose children `step` predicts
         for depth in range(1, shape.depth + 1):
-            fresh = [node for row, parent in enumerate(parents) for node in self._children(nodes, step, row, parent, shape)]
+            fresh = [
+                node for row, parent in enumerate(parents) for node in self._children(nodes, step, row, parent, shape)
+            ]
             if depth == shape.depth:
                 break
             best = sorted(fresh, key=lambda node: (-nodes.scores[node], node))[: shape.beam]

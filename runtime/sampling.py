@@ -1,8 +1,8 @@
 """Choosing a token from logits: greedy, or sampled after filters in a documented order. Pure numpy, no I/O.
 
 Order: temperature, top_k, top_p, min_p; each keeps a set of tokens, and the probabilities of what is left are
-renormalised after each. The random number of a token depends on the seed and the token's place in the answer alone, so a
-speculative run draws the same numbers as a plain one.
+renormalised after each. The random number of a token depends on the seed and the token's place in the answer alone, so
+a speculative run draws the same numbers as a plain one.
 """
 
 import numpy as np
@@ -18,7 +18,9 @@ def is_greedy(options: GenerateOptions) -> bool:
     return options.temperature < GREEDY_BELOW
 
 
-def distribution(logits: NDArray[np.float32], options: GenerateOptions) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def distribution(
+    logits: NDArray[np.float32], options: GenerateOptions
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Token ids [K] and probabilities [K] that sampling draws from, most likely first (ties by lower id).
 
     `logits` [V]. With a greedy temperature K is 1.
@@ -35,7 +37,10 @@ def distribution(logits: NDArray[np.float32], options: GenerateOptions) -> tuple
         before[0] = -1.0  # the top token always stays
         kept, probabilities = _keep(kept, probabilities, before < options.top_p)
     if options.min_p > 0.0:
-        kept, probabilities = _keep(kept, probabilities, probabilities >= options.min_p * probabilities[0])
+        enough = probabilities >= options.min_p * probabilities[0]
+        if options.min_p >= 1.0:
+            enough[1:] = False  # the top token alone, also where others tie with it
+        kept, probabilities = _keep(kept, probabilities, enough)
     return kept, probabilities
 
 

@@ -11,12 +11,13 @@ import numpy as np
 from elsi_edge.artifacts import Precision
 from elsi_edge.bundle import DRAFT_VOCAB_FILE, Bundle
 from elsi_edge.errors import BundleError, PromptError, UsageError
+from elsi_edge.machine import cores
 from elsi_edge.runtime.answer import Answer, TokenStream
 from elsi_edge.runtime.decode import Plan, Round, rounds
 from elsi_edge.runtime.draft import OrtDraft
 from elsi_edge.runtime.memory import peak_resident_bytes
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
-from elsi_edge.runtime.ort import default_threads, open_session, resolve_provider
+from elsi_edge.runtime.ort import open_session, resolve_provider
 from elsi_edge.runtime.proposal import DraftProposer, Proposer
 from elsi_edge.runtime.result import FinishReason, GenerationEvent, GenerationResult, Timings
 from elsi_edge.runtime.sampling import choose, is_greedy
@@ -37,14 +38,14 @@ class Codec(Protocol):
     def eos_ids(self) -> frozenset[int]: ...
     @property
     def has_template(self) -> bool: ...
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]: ...
-    def encode_raw(self, text: str) -> list[int]: ...
+    def encode_chat(self, messages: Sequence[Message], *, limit: int | None = None) -> list[int]: ...
+    def encode_raw(self, text: str, *, limit: int | None = None) -> list[int]: ...
     def stream(self) -> TokenStream: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """A target with what proposes for it, ready to run; `exact` says whether its rows are independent of their company."""
+    """A target with what proposes for it, ready to run."""
 
     target: Target
     proposer: Proposer | None
@@ -68,7 +69,7 @@ class _Tally:
         self.drafted += one.drafted
         self.propose += one.seconds_propose
         self.verify += one.seconds_target
-        for depth in range(len(one.tokens) - 1):
+        for depth in range(min(used, len(one.tokens) - 1)):  # drafts beyond the answer's end do not count
             if depth == len(self.by_depth):
                 self.by_depth.append(0)
             self.by_depth[depth] += 1
@@ -81,7 +82,7 @@ class Session:
         self,
         *,
         codec: Codec,
-        engines: Mapping[bool, Engine] | "_Engines",
+        engines: "Mapping[bool, Engine] | _Engines",
         precision: Precision,
         context: int,
         settings: SessionSettings,
@@ -90,10 +91,11 @@ class Session:
         self.codec, self.precision, self.context = codec, precision, context
         self.settings, self.has_draft = settings, has_draft
         self._engines = engines  # exact? -> engine
+        self._running: object = None  # marks the generation that owns the engine's caches
 
     @classmethod
     def open(cls, bundle: Path | str, settings: SessionSettings | None = None) -> Self:
-        """Check a bundle and open it. Raises BundleError, ProviderError, UsageError. Graphs are loaded when first used."""
+        """Check a bundle and open it; graphs are loaded when first used. Raises BundleError, ProviderError, UsageError."""
         settings = settings or SessionSettings()
         resolve_provider(settings.provider)
         loaded = Bundle.load(Path(bundle))
@@ -127,20 +129,24 @@ class Session:
 
     def encode(self, prompt: str | Sequence[Message], options: GenerateOptions) -> list[int]:
         """Token ids of a prompt: through the chat template, or raw. Raises PromptError when empty or too long."""
+        limit = self.context - 1  # one token of answer at least; a codec may refuse a huge text before it counts it
+        if options.raw and not isinstance(prompt, str):
+            raise PromptError("--raw continues one text as it is, but the prompt is a conversation; drop one of them")
         if isinstance(prompt, str) and (options.raw or not self.codec.has_template):
             if options.system is not None:
                 raise PromptError("this model has no chat template, so --system has no place; drop it")
-            ids = self.codec.encode_raw(prompt)
+            ids = self.codec.encode_raw(prompt, limit=limit)
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             if options.system is not None:
                 messages = [{"role": "system", "content": options.system}, *messages]
-            ids = self.codec.encode_chat(messages)
+            ids = self.codec.encode_chat(messages, limit=limit)
         if not ids:
             raise PromptError("the prompt has no tokens; give at least one character")
-        if len(ids) >= self.context:
+        if len(ids) > limit:
             raise PromptError(
-                f"the prompt has {len(ids)} tokens, the context {self.context}; shorten it or export with a longer --context"
+                f"the prompt has {len(ids)} tokens, the context {self.context}; "
+                "shorten it or export with a longer --context"
             )
         return ids
 
@@ -150,11 +156,16 @@ class Session:
         if budget == 0:
             return "plain"
         if self.precision == "fp32" or not options.exact:
-            return "tree"
+            return "chain" if options.shape == "chain" else "tree"
+        if options.shape == "tree":
+            raise UsageError(
+                f"--shape tree at {self.precision} is not exact: its attention sums a path's keys in another order "
+                "when they are not adjacent, and rounding then changes tokens; add --no-exact, or use a chain or fp32"
+            )
         if budget > EXACT_CHAIN_NODES:
             raise UsageError(
-                f"--draft-nodes is {budget}, exact mode at {self.precision} holds chains of at most {EXACT_CHAIN_NODES}: "
-                "its kernels give the same bits for 1 to 16 rows only; use fewer, or --no-exact"
+                f"--draft-nodes is {budget}, exact mode at {self.precision} holds chains of at most "
+                f"{EXACT_CHAIN_NODES}: its kernels give the same bits for 1 to 16 rows only; use fewer, or --no-exact"
             )
         return "chain"
 
@@ -165,7 +176,8 @@ class Session:
         if not self.has_draft:
             if options.draft_nodes:
                 raise BundleError(
-                    f"--draft-nodes is {options.draft_nodes}, but this bundle has no draft; use --plain or export with one"
+                    f"--draft-nodes is {options.draft_nodes}, but this bundle has no draft; "
+                    "use --plain or export with one"
                 )
             return 0
         return DEFAULT_DRAFT_NODES[self.precision] if options.draft_nodes is None else options.draft_nodes
@@ -186,6 +198,7 @@ class Session:
             plan,
             lambda logits, index: choose(logits, options, seed=seed, index=index),
         )
+        running = self._running = object()
         for one in loop:
             text, used = "", 0
             for token in one.tokens:
@@ -200,6 +213,8 @@ class Session:
             if answer.finish_reason is not None:
                 break
             yield GenerationEvent(text=text, token_ids=one.tokens)
+            if self._running is not running:
+                raise UsageError("this generation was ended by another one on the same session; open a second session")
         end = time.perf_counter()
         result = self._result(answer, tally, options, mode, plan, seed, len(prompt_ids), (start, first, end))
         yield GenerationEvent(text=text, token_ids=one.tokens[:used], result=result)
@@ -238,7 +253,7 @@ class Session:
             seed=None if is_greedy(options) else seed,
             precision=self.precision,
             provider=resolve_provider(self.settings.provider),
-            threads=self.settings.threads or default_threads(),
+            threads=self.settings.threads or cores().usable,
             peak_memory_bytes=peak_resident_bytes(),
             timings=Timings(
                 prefill=first - start,
@@ -253,7 +268,7 @@ class Session:
             return True, "plain decoding"
         if self.precision == "fp32":
             return True, "the same tokens as plain decoding (fp32: logits differ by rounding only)"
-        if mode == "chain":
+        if options.exact:
             return True, "bit-identical to plain decoding"
         return False, "equal to plain decoding up to kernel noise"
 
@@ -302,8 +317,11 @@ def _draft_vocabulary(bundle: Bundle) -> "np.ndarray[tuple[int, ...], np.dtype[n
     ids = np.load(path, allow_pickle=False)
     if ids.dtype != np.int64 or ids.shape != (config.draft_vocab_size,):
         raise BundleError(
-            f"{path} is {ids.dtype} {list(ids.shape)}, the manifest says int64 [{config.draft_vocab_size}]; export again"
+            f"{path} is {ids.dtype} {list(ids.shape)}, the manifest says int64 [{config.draft_vocab_size}]; "
+            "export again"
         )
     if ids.min() < 0 or ids.max() >= config.target_vocab_size:
-        raise BundleError(f"{path} names ids beyond the target's vocabulary of {config.target_vocab_size}; export again")
+        raise BundleError(
+            f"{path} names ids beyond the target's vocabulary of {config.target_vocab_size}; export again"
+        )
     return np.asarray(ids, np.int64)

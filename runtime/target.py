@@ -104,8 +104,7 @@ class OrtTarget:
         rows, cached = tree.size + 1, self.cache.length
         if not self.is_tree and not tree.is_chain:
             raise ValueError("this target graph has the chain form; it cannot verify a tree")
-        if self.cache.reserve(cached + rows + self._extra):
-            self._bind_cache()
+        self._graph.reserve(self.cache, cached + rows + self._extra)
         self._seqlens[0] = self._total[...] = cached + rows + self._extra
         self._seqlens[0] -= 1
         ids = self._scratch.array("ids", (1, rows), np.int64)
@@ -130,8 +129,3 @@ class OrtTarget:
         flat = self._scratch.array("bias", (rows * (cached + rows),), np.float32)
         self._graph.bind_input("position_ids", positions)
         self._graph.bind_input("attention_bias", attention_bias(tree.ancestors(), cached, out=flat))
-
-    def _bind_cache(self) -> None:
-        for block in range(self.cache.blocks):
-            for kind, buffer in zip(("key", "value"), self.cache.buffers[2 * block : 2 * block + 2], strict=True):
-                self._graph.bind_in_place(f"past_key_values.{block}.{kind}", f"present.{block}.{kind}", buffer)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elsi_edge.artifacts import ModelShape, TargetRunner, TargetStates
-from elsi_edge.bundle import Bundle
+from elsi_edge.bundle import Bundle, GraphRole
 from elsi_edge.runtime.kv_cache import KvCache
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
 from elsi_edge.runtime.ort import BoundGraph, open_session
@@ -28,8 +28,8 @@ class BundleRunner:
         self.shape: ModelShape = manifest.shape
         self._context = manifest.context
         self._eos = TextCodec.open(bundle.directory).eos_ids
-        chain_or_tree = "target-chain" if "target-chain" in manifest.graphs else "target-tree"
-        self._target = OrtTarget(open_session(bundle.graph(chain_or_tree), settings), shape=self.shape, tap_width=0)
+        role: GraphRole = "target-chain" if "target-chain" in manifest.graphs else "target-tree"
+        self._target = OrtTarget(open_session(bundle.graph(role), settings), shape=self.shape, tap_width=0)
         self._states = open_session(bundle.graph("target-states"), settings)
 
     def answer(

@@ -31,8 +31,8 @@ class Verdict:
 def walk(tree: Tree, logits: NDArray[np.float32], choose: Callable[[NDArray[np.float32], int], int]) -> Verdict:
     """Follow the target's own choices down the tree.
 
-    `logits` [N + 1, V] are the target's, one row per node and the root; `choose(row_logits, depth)` is the token that plain
-    decoding takes after that row.
+    `logits` [N + 1, V] are the target's, one row per node and the root; `choose(row_logits, depth)` is the token that
+    plain decoding takes after that row.
     """
     rows, tokens = [0], []
     while True:

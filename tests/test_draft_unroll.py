@@ -81,7 +81,7 @@ def test_unroll_equals_incremental_rollout_with_a_cache(mask: list[int]) -> None
     tokens = torch.from_numpy(talk.tokens)
     projected = net.project(talk.taps)
     for slot, base in enumerate(batch.bases.tolist()):
-        # Prefill entries 0..p of true states, as decoding does after a verification, then feed the draft its own output.
+        # Entries 0..p of true states, as decoding has them after a verification; then the draft's own output.
         cache = DraftCache()
         logits, state = net.forward_step(
             projected[None, : base + 1], tokens[None, 1 : base + 2], torch.arange(base + 1)[None], cache
@@ -167,7 +167,7 @@ def test_loss_by_hand(inverse: torch.Tensor) -> None:
 
 
 def test_a_conversation_is_independent_of_its_company(inverse: torch.Tensor) -> None:
-    """States of B alone, after A, after another A, and before one, over all unrolled steps; and no target of a neighbour."""
+    """States of B alone, after A, after another A and before one, over all steps; and no target of a neighbour."""
     net = network()
     b = Conversation(5, PLAIN)
     alone = torch.stack(unroll(net, pack_all(b), STEPS))

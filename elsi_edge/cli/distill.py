@@ -43,8 +43,8 @@ def distill(
     from elsi_edge.workdir import WorkDir
 
     require_torch("distillation")
-    from elsi_edge.draft.settings import DistillSettings
     from elsi_edge.draft.distill import distill as run
+    from elsi_edge.draft.settings import DistillSettings
 
     settings = DistillSettings(count=count, max_tokens=max_tokens, temperatures=_temperatures(temperature), seed=seed)
     rows = read_prompts(prompts) if prompts else builtin_calibration_prompts()

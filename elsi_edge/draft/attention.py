@@ -46,7 +46,7 @@ def unrolled_attention(
 ) -> Tensor:
     """Attend causally over step 0 and along the diagonal over each base's own steps.
 
-    `query` [N, heads, D], `keys` and `values` [P, H, D], `own` pairs of keys and values [N, H, D]. Returns [N, heads, D].
+    `query` [N, heads, D], `keys` and `values` [P, H, D], `own` pairs of them [N, H, D]. Returns [N, heads, D].
     """
     flat = [tensor for pair in own for tensor in pair]
     result: Tensor = _UnrolledAttention.apply(spans, query, keys, values, *flat)  # type: ignore[no-untyped-call]

@@ -283,8 +283,8 @@ def _check_states(result: TargetStates, key: str, expected: tuple[int, int, int]
             f"row {key!r}: the target gave states {list(result.states.shape)} and logits {list(result.logits.shape)}, "
             f"expected {list(expected)} and {list(logits)}"
         )
-    if not np.isfinite(result.logits).all():
-        raise DataError(f"row {key!r}: the target's logits are not finite; leave that row out")
+    if not np.isfinite(result.logits).all() or not np.isfinite(result.states).all():
+        raise DataError(f"row {key!r}: the target's states or logits are not finite; leave that row out")
 
 
 def _bytes_needed(jobs: Sequence[_Job], m: int, width: int, settings: DistillSettings) -> int:

@@ -44,8 +44,10 @@ def read_source(directory: Path, shape: ModelShape) -> SourceWeights:
     """Load the source model once and keep what training needs. Raises ModelError, MissingExtraError."""
     try:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
     except ImportError as error:
         raise MissingExtraError("training a draft", extra="build", module="transformers") from error
+    logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:

@@ -128,7 +128,8 @@ class Trainer:
                     raise KeyboardInterrupt
                 if self._finished():
                     break
-        self._evaluate()
+        if self.evaluation is None or self.step % self.settings.evaluate_every:
+            self._evaluate()
         return self._save()
 
     def _remaining_batches(self) -> Iterator[list[Row]]:

@@ -46,7 +46,7 @@ class PackedBatch:
 def unroll(network: DraftNetwork, batch: PackedBatch, steps: int) -> list[Tensor]:
     """The draft's own states at every base for each step: `steps` tensors [N, E]; `network.logits` scores them."""
     query_size, head_width = network.query_size, network.config.head_width
-    states = network.project(batch.taps).float()  # shape: [P, E]
+    states = network.project(batch.taps.float()).float()  # shape: [P, E]
     inputs = network.inputs(states, batch.next_tokens)  # shape: [P, 2E]
     query = functional.linear(inputs[batch.bases], network.qkv.weight[:query_size])  # shape: [N, heads*D]
     key, value = functional.linear(inputs, network.qkv.weight[query_size:]).chunk(2, dim=-1)  # shape: [P, H*D] each

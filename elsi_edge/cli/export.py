@@ -1,0 +1,288 @@
+"""`elsi-edge export`: a model, and a draft when there is one, to the bundle that a device runs."""
+
+import contextlib
+import importlib.util
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from elsi_edge.artifacts import Precision
+from elsi_edge.cli import options as opt
+
+if TYPE_CHECKING:
+    from elsi_edge.artifacts import LayerSelection
+    from elsi_edge.bundle import BundleManifest
+    from elsi_edge.draft.checkpoint import LoadedDraft
+    from elsi_edge.models import SourceModel
+    from elsi_edge.workdir import WorkDir
+
+_NEEDED = ("torch", "transformers", "safetensors", "onnx", "onnx_ir", "onnxruntime_genai")
+
+
+def export(
+    model: Annotated[str, typer.Argument(help="Directory, hub id, .gguf file, or smollm2-135m-instruct.")],
+    layers: Annotated[
+        str,
+        typer.Option(
+            help="Taps of the draft. auto: the work directory's selection, else the one that the draft was trained "
+            "with, else calibrates. eagle3: taps 2, n/2, n-3. Or a list like 2,15,27."
+        ),
+    ] = "auto",
+    m: Annotated[
+        int | None,
+        typer.Option("--m", help="Number of taps, to be sure of it (default: as many as are selected, or 1)."),
+    ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option(help="Draft directory (default: the work directory's, else the packaged one when it fits)."),
+    ] = None,
+    plain_only: Annotated[
+        bool, typer.Option("--plain-only", help="The target alone: for distillation, and to run with --plain.")
+    ] = False,
+    precision: Annotated[
+        Precision, typer.Option(help="Of the weights; int8 and int4 in blocks of 32 (MatMulNBits).")
+    ] = "int4",
+    context: Annotated[
+        int | None, typer.Option(help="Longest sequence, tokens (default: the model's own limit).")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Bundle directory (default: in the work directory).")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the bundle that is there.")] = False,
+    work: opt.Work = None,
+    json: opt.Json = False,
+) -> None:
+    """Write a bundle, check its graphs against the model, and only then let it appear."""
+    from elsi_edge.cli import common
+    from elsi_edge.models import resolve
+    from elsi_edge.workdir import WorkDir
+
+    wanted_taps = _layers(layers)
+    require_build_extra("exporting a model")
+    _require_m(m, None)
+    source = resolve(model)
+    for line in source.notes:
+        common.note(f"note: {line}")
+    _require_m(m, source.shape.blocks)
+    place = WorkDir.for_model(source.slug, work)
+    loaded = None if plain_only else _load_draft(source, draft, place)
+    target = out or (place.plain_bundle(precision) if loaded is None else place.bundle(precision))
+    _require_place(target, force=force)
+    if not plain_only:
+        selection, origin = _selection(wanted_taps, m, source, place, loaded)
+        if m is not None and selection.m != m:
+            from elsi_edge.errors import UsageError
+
+            raise UsageError(
+                f"--m is {m}, but {origin} has m = {selection.m} ({selection.describe()}); drop one of them"
+            )
+        if loaded is not None:
+            from elsi_edge.export.pipeline import same_selection_or_explain
+
+            same_selection_or_explain(selection, loaded[1], model=model, draft_path=loaded[0])
+        common.note(f"taps: {selection.describe()}, from {origin}")
+        if loaded is None:
+            common.note("there is no draft yet, so this bundle is plain-only")
+    manifest = _export(source, target, precision, context, loaded, force=force)
+    _report(manifest, target, json=json)
+    _say_next(manifest, model, target, place, work)
+
+
+def _export(
+    source: "SourceModel",
+    out: Path,
+    precision: Precision,
+    context: int | None,
+    loaded: "tuple[Path, LoadedDraft] | None",
+    *,
+    force: bool,
+) -> "BundleManifest":
+    from elsi_edge.export.pipeline import ExportSettings, export_bundle
+
+    settings = ExportSettings(precision=precision, context=context, replace=force)
+    with spinner() as say:
+        return export_bundle(source, out, settings, draft=None if loaded is None else loaded[1], say=say)
+
+
+@contextlib.contextmanager
+def spinner() -> Iterator[Callable[[str], None]]:
+    """Say what goes on: beside a spinner on a terminal, else a line on stderr each."""
+    from elsi_edge.cli import common
+
+    if not common.err.is_terminal:
+        yield common.note
+        return
+    with common.err.status("reading the model") as status:
+        yield lambda text: status.update(text)
+
+
+def _layers(text: str) -> tuple[int, ...] | str:
+    """ "auto", "eagle3", or taps in ascending order. Raises UsageError."""
+    from elsi_edge.errors import UsageError
+
+    if text in ("auto", "eagle3"):
+        return text
+    try:
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError as error:
+        raise UsageError(f"--layers {text!r} is neither auto, eagle3, nor a list of taps such as 2,15,27") from error
+
+
+def require_build_extra(feature: str) -> None:
+    """Raise MissingExtraError unless everything that exports is installed; called before anything that takes long."""
+    from elsi_edge.errors import MissingExtraError
+
+    for module in _NEEDED:
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ValueError:  # a module that was made unimportable
+            found = False
+        if not found:
+            raise MissingExtraError(feature, extra="build", module=module)
+
+
+def _require_m(m: int | None, blocks: int | None) -> None:
+    from elsi_edge.errors import UsageError
+
+    if m is not None and m < 1:
+        raise UsageError(f"--m is {m}, it must be at least 1")
+    if m is not None and blocks is not None and m > blocks:
+        raise UsageError(
+            f"--m is {m}, but the model has {blocks} blocks and as many taps to choose from; ask for fewer"
+        )
+
+
+def _require_place(out: Path, *, force: bool) -> None:
+    """Refuse before any long work; with --force only a bundle or an empty directory is ever replaced."""
+    from elsi_edge.bundle import MANIFEST
+    from elsi_edge.errors import StorageError
+
+    if not out.exists():
+        return
+    if not force:
+        raise StorageError(f"{out} exists already; choose another --out or replace it with --force")
+    if not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
+        raise StorageError(f"{out} exists and is no bundle; --force replaces bundles alone, choose another --out")
+
+
+def _load_draft(source: "SourceModel", given: Path | None, place: "WorkDir") -> "tuple[Path, LoadedDraft] | None":
+    """The draft to export, checked: --draft, else the work directory's, else the packaged one when it fits."""
+    from elsi_edge.cli import common
+    from elsi_edge.draft.checkpoint import CONFIG, load_draft
+    from elsi_edge.packaged import packaged_config, packaged_draft
+
+    path, where = given, "--draft"
+    if path is None and (place.draft / CONFIG).is_file():
+        path, where = place.draft, "the work directory"
+    packaged, config = packaged_draft(), packaged_config()
+    if path is None and packaged is not None and config is not None:
+        if config.target_fingerprint != source.fingerprint:
+            return None
+        path, where = packaged, "the package"
+    if path is None:
+        return None
+    loaded = load_draft(path)
+    common.note(f"draft: {path} (from {where})")
+    return path, loaded
+
+
+def _selection(
+    wanted: tuple[int, ...] | str,
+    m: int | None,
+    source: "SourceModel",
+    place: "WorkDir",
+    loaded: "tuple[Path, LoadedDraft] | None",
+) -> "tuple[LayerSelection, str]":
+    """The taps to export and where they come from."""
+    from elsi_edge.artifacts import LayerSelection
+    from elsi_edge.calibration import selection as rules
+    from elsi_edge.cli.inspect import read_selection
+    from elsi_edge.errors import SelectionError
+
+    shape = source.shape
+    if wanted == "auto":
+        if place.selection_path.is_file():
+            found = read_selection(place.selection_path)
+            if found.target_fingerprint not in ("", source.fingerprint):
+                raise SelectionError(
+                    f"{place.selection_path} was measured on the model {found.target_fingerprint[:12]}, "
+                    f"{source.reference} is {source.fingerprint[:12]}; calibrate again or use another --work"
+                )
+            return found, f"the selection {place.selection_path}"
+        if loaded is not None:
+            return loaded[1].config.selection, f"the draft {loaded[0]}"
+        return _calibrate(source, m, place), f"the selection {place.selection_path}"
+    taps = rules.eagle3_taps(shape.blocks) if isinstance(wanted, str) else wanted
+    method = "eagle3" if isinstance(wanted, str) else "explicit"
+    chosen = LayerSelection(
+        taps=taps,
+        method=method,  # type: ignore[arg-type]
+        entropy=loaded[1].config.selection.entropy if loaded is not None else (),
+        blocks=shape.blocks,
+        width=shape.width,
+        target_fingerprint=source.fingerprint,
+        model=source.reference,
+    )
+    return chosen, f"--layers {wanted if isinstance(wanted, str) else ','.join(map(str, wanted))}"
+
+
+def _calibrate(source: "SourceModel", m: int | None, place: "WorkDir") -> "LayerSelection":
+    """Choose the taps with the defaults of `calibrate`, and leave the selection where it would."""
+    from elsi_edge import fsio
+    from elsi_edge.calibration import CalibrationSettings, calibrate
+    from elsi_edge.cli import common
+    from elsi_edge.machine import cores
+    from elsi_edge.prompts import builtin_calibration_prompts
+
+    common.note(f"no selection at {place.selection_path} and no draft: calibrating")
+    rows = builtin_calibration_prompts()
+    found = calibrate(source, rows, CalibrationSettings(m=m), common.progress, threads=cores().usable)
+    for warning in found.settings["warnings"]:
+        common.note(f"warning: {warning}")
+    fsio.write_json(place.selection_path, found.to_json())
+    return found
+
+
+def _report(manifest: "BundleManifest", out: Path, *, json: bool) -> None:
+    from elsi_edge.cli import common
+    from elsi_edge.cli.bundle_report import components, figure_lines, size_lines
+
+    if json:
+        sizes = components(manifest)
+        common.emit_json(
+            {
+                "path": str(out),
+                "model": manifest.model,
+                "precision": manifest.precision,
+                "context": manifest.context,
+                "plain_only": manifest.plain_only,
+                "taps": None if manifest.selection is None else manifest.selection.taps,
+                "bytes": sum(sizes.values()),
+                "components": sizes,
+                "parity": manifest.parity,
+            }
+        )
+        return
+    kind = "without a draft" if manifest.selection is None else f"with a draft on {manifest.selection.describe()}"
+    lines = [f"{out}: {manifest.model}, {manifest.precision}, {kind}, context {manifest.context} tokens"]
+    lines += size_lines(manifest)
+    if manifest.parity:
+        lines += ["checked against the source model:", *figure_lines(manifest.parity)]
+    for line in lines:
+        common.out.print(line, soft_wrap=True)
+
+
+def _say_next(manifest: "BundleManifest", model: str, out: Path, place: "WorkDir", work: Path | None) -> None:
+    from elsi_edge.cli import common
+
+    if not manifest.plain_only:
+        common.next_command(f"elsi-edge bench {shlex.quote(str(out))}")
+        return
+    name, where = shlex.quote(model), f" --work {shlex.quote(str(work))}" if work else ""
+    bundle = "" if out == place.plain_bundle("int4") else f" --bundle {shlex.quote(str(out))}"
+    common.note(f"It runs with: elsi-edge generate {shlex.quote(str(out))} 'Hello' --plain")
+    steps = [] if place.selection_path.is_file() else [f"elsi-edge calibrate {name}{where}"]
+    steps += [f"elsi-edge distill {name}{where}{bundle}", f"elsi-edge train {name}{where}"]
+    steps += [f"elsi-edge export {name}{where} --precision {manifest.precision}"]
+    common.next_command(" && ".join(steps))

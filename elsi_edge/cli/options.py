@@ -1,0 +1,49 @@
+"""Options that several verbs share, with their units; the defaults stand in each verb's signature."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+BundleArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="BUNDLE", help="A bundle's directory, or a model whose work directory holds one (newest with a draft)."
+    ),
+]
+DraftNodes = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-nodes",
+        help="Drafted nodes N of a round, so N + 1 rows to verify; 0 drafts nothing. "
+        "Default: 3 at fp32, 1 at int8, 1 at int4.",
+        show_default=False,
+    ),
+]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact/--no-exact",
+        help="The same tokens as plain decoding: any tree at fp32, chains at int4 and int8. "
+        "--no-exact allows trees there, equal up to kernel noise.",
+    ),
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer at most, the end token counted.")]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token; from 0 up.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Sample among this many tokens; 0 keeps all.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Sample within this much probability, 0 to 1; 1 keeps all.")]
+MinP = Annotated[
+    float, typer.Option("--min-p", help="Sample tokens with at least this share of the top one's probability, 0 to 1.")
+]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", help="Seed, 0 to 2^63-1: the same gives the same text. Default: drawn, shown with --json."),
+]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", help="Text that ends the answer and is not shown; may be given again.")
+]
+System = Annotated[str | None, typer.Option("--system", help="System message, first in the chat.")]
+Threads = Annotated[int, typer.Option("--threads", help="Threads; 0 takes the cores that may be used.")]
+Provider = Annotated[str, typer.Option("--provider", help="ONNX Runtime execution provider, e.g. cpu or cuda.")]
+Work = Annotated[Path | None, typer.Option("--work", help="Work directory (default: $ELSI_EDGE_WORK or elsi-work).")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]

@@ -1,0 +1,57 @@
+"""What the scripts that measure the README's figures share; they need the real model, so no test runs them."""
+
+import argparse
+import json
+import platform
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+
+from elsi_edge._version import __version__
+from elsi_edge.artifacts import PromptRow
+from elsi_edge.fsio import write_json
+from elsi_edge.machine import cores, cpu_name
+from elsi_edge.prompts import read_prompts
+
+
+def spread(rows: Sequence[PromptRow], count: int) -> list[PromptRow]:
+    """`count` rows, taken from the categories in turn, each category in the file's order."""
+    by_category: dict[str, list[PromptRow]] = defaultdict(list)
+    for row in rows:
+        by_category[row.category].append(row)
+    mixed = [row for layer in zip_longest(*by_category.values()) for row in layer if row is not None]
+    return mixed[:count]
+
+
+def arguments(description: str, **numbers: int) -> argparse.Namespace:
+    """The options every script has: prompts, an output file, and its own numbers."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("bundles", type=Path, nargs="+", help="bundle directories")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL prompts, e.g. Spec-Bench's")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser.parse_args()
+
+
+def prompts(options: argparse.Namespace, count: int) -> list[PromptRow]:
+    """The prompts to use: spread over the categories."""
+    return spread(read_prompts(options.prompts), count)
+
+
+def save(path: Path, figures: dict[str, Any]) -> None:
+    """Write figures with where they were measured."""
+    machine = {
+        "cpu": cpu_name(),
+        "cores": cores().usable,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "onnxruntime": onnxruntime.__version__,
+        "elsi_edge": __version__,
+    }
+    write_json(path, {"machine": machine, **figures})
+    print(json.dumps(figures)[:2000])  # noqa: T201 - a script's result

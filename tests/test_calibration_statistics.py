@@ -1,0 +1,236 @@
+"""Entropy, joint entropy and CKA against spectra that were planted, and as properties."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as budget
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from elsi_edge.calibration.statistics import (
+    CovarianceAccumulator,
+    Normalisation,
+    Reservoir,
+    SetEntropy,
+    joint_entropy,
+    keep_positions,
+    linear_cka,
+    spectrum_entropy,
+)
+from elsi_edge.errors import ConfigError, SelectionError
+
+Floats = NDArray[np.float64]
+
+
+def planted(shares: list[float], rows: int = 64, width: int = 12, seed: int = 0) -> Floats:
+    """Centred rows [rows, width] whose covariance has exactly these eigenvalues, in random directions."""
+    draw = np.random.default_rng(seed)
+    raw = draw.normal(size=(rows, len(shares)))
+    left, _ = np.linalg.qr(raw - raw.mean(axis=0))
+    right, _ = np.linalg.qr(draw.normal(size=(width, len(shares))))
+    return left * np.sqrt(np.array(shares)) @ right.T
+
+
+def rotation(width: int, seed: int) -> Floats:
+    return np.linalg.qr(np.random.default_rng(seed).normal(size=(width, width)))[0]
+
+
+def names(count: int) -> tuple[str, ...]:
+    return tuple(f"tap {tap}" for tap in range(count))
+
+
+@pytest.mark.parametrize(
+    ("shares", "nats"),
+    [([1.0], 0.0), ([1.0] * 8, np.log(8)), ([0.5, 0.25, 0.25], 1.5 * np.log(2)), ([4.0, 4.0], np.log(2))],
+)
+def test_planted_spectrum_has_its_known_entropy(shares: list[float], nats: float) -> None:
+    states = planted(shares)[None]
+    for side in ("feature", "sample"):
+        assert joint_entropy(states, "centered", side=side) == pytest.approx(nats, abs=1e-9)  # type: ignore[arg-type]
+    accumulator = CovarianceAccumulator(names(1), 12, "centered")
+    accumulator.add(states)
+    assert accumulator.entropies()[0] == pytest.approx(nats, abs=1e-9)
+
+
+def test_spectrum_entropy_ignores_rounding_and_refuses_nothing() -> None:
+    assert spectrum_entropy(np.array([1.0, 1.0, -1e-17, 0.0])) == pytest.approx(np.log(2))
+    with pytest.raises(SelectionError, match="no entropy"):
+        spectrum_entropy(np.zeros(3))
+
+
+@budget(deadline=None, max_examples=25)
+@given(
+    seed=st.integers(0, 2**20),
+    scale=st.floats(1e-3, 1e3),
+    rows=st.integers(5, 40),
+    width=st.integers(2, 10),
+    normalisation=st.sampled_from(["unit", "centered", "raw"]),
+)
+def test_entropy_and_cka_do_not_see_rotation_and_scale(
+    seed: int, scale: float, rows: int, width: int, normalisation: Normalisation
+) -> None:
+    draw = np.random.default_rng(seed)
+    states = draw.normal(size=(2, rows, width)) * np.linspace(1.0, 3.0, width)
+    turned = states.copy()
+    turned[1] = scale * states[1] @ rotation(width, seed + 1)
+    for tap in (0, 1):
+        assert joint_entropy(turned[[tap]], normalisation) == pytest.approx(
+            joint_entropy(states[[tap]], normalisation), abs=1e-6
+        )
+    for debiased in (False, True):
+        before, after = (linear_cka(s, normalisation, debiased=debiased) for s in (states, turned))
+        np.testing.assert_allclose(after, before, atol=1e-6)
+        assert np.isfinite(before).all() and before.min() >= 0.0 and before.max() <= 1.0
+        np.testing.assert_allclose(before, before.T, atol=1e-12)
+    same = np.stack([states[0], scale * states[0] @ rotation(width, seed)])
+    assert linear_cka(same, normalisation)[0, 1] == pytest.approx(1.0, abs=1e-6)
+
+
+@budget(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 2**20), rows=st.integers(3, 40), width=st.integers(2, 8), taps=st.integers(1, 4))
+def test_feature_side_equals_sample_side(seed: int, rows: int, width: int, taps: int) -> None:
+    states = np.random.default_rng(seed).normal(size=(taps, rows, width))
+    for normalisation in ("unit", "centered", "raw"):
+        kind: Normalisation = normalisation  # type: ignore[assignment]
+        feature, sample = (joint_entropy(states, kind, side=side) for side in ("feature", "sample"))  # type: ignore[arg-type]
+        assert feature == pytest.approx(sample, abs=1e-8)
+        assert SetEntropy(states, kind)(tuple(range(taps))) == pytest.approx(feature, abs=1e-4)
+
+
+def test_gram_matrix_of_a_concatenation_is_the_sum() -> None:
+    # two taps that vary over disjoint rows' directions: the joint spectrum is both spectra together
+    first, second = planted([1.0, 1.0], seed=1), planted([1.0, 1.0], seed=2)
+    second -= first @ np.linalg.lstsq(first, second, rcond=None)[0]  # no shared sample direction
+    u, _, v = np.linalg.svd(second, full_matrices=False)
+    second = u[:, :2] @ v[:2]
+    assert joint_entropy(np.stack([first, second]), "centered") == pytest.approx(np.log(4), abs=1e-9)
+    assert joint_entropy(np.stack([first, first]), "centered") == pytest.approx(np.log(2), abs=1e-9)
+
+
+@pytest.mark.parametrize("normalisation", ["unit", "centered", "raw"])
+def test_streamed_covariance_equals_the_whole(normalisation: Normalisation) -> None:
+    states = np.random.default_rng(5).normal(size=(3, 1500, 6)).astype(np.float32) * np.arange(1, 7, dtype=np.float32)
+    whole, streamed = (CovarianceAccumulator(names(3), 6, normalisation) for _ in range(2))
+    whole.add(states)
+    for start in range(0, 1500, 37):
+        streamed.add(states[:, start : start + 37])
+    np.testing.assert_allclose(streamed.entropies(), whole.entropies(), atol=1e-10)
+    batch = [joint_entropy(states[[tap]], normalisation) for tap in range(3)]
+    np.testing.assert_allclose(streamed.entropies(), batch, atol=1e-8)
+    assert streamed.count == 1500
+
+
+def test_massive_activation_moves_raw_entropies_but_not_unit_ones() -> None:
+    states = np.random.default_rng(6).normal(size=(3, 400, 16))
+    states[1, :, 8:] *= 0.05  # tap 1 is poorer than tap 2
+    spiked = states.copy()
+    spiked[2, 7, 3] = 24_900.0
+
+    def entropies(values: Floats, normalisation: Normalisation) -> Floats:
+        accumulator = CovarianceAccumulator(names(3), 16, normalisation)
+        accumulator.add(values)
+        return accumulator.entropies()
+
+    assert np.abs(entropies(spiked, "unit") - entropies(states, "unit")).max() < 0.02
+    assert np.argmax(entropies(spiked, "unit")[1:]) == 1
+    for normalisation in ("centered", "raw"):
+        assert np.argmax(entropies(states, normalisation)[1:]) == 1  # type: ignore[arg-type]
+        assert np.argmax(entropies(spiked, normalisation)[1:]) == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_not_finite_states_name_their_tap(value: float) -> None:
+    accumulator = CovarianceAccumulator(names(3), 4)
+    states = np.ones((3, 5, 4))
+    states[2, 3, 1] = value
+    with pytest.raises(SelectionError, match=r"tap 2 has NaN or infinite"):
+        accumulator.add(states)
+
+
+@pytest.mark.parametrize("constant", [0.0, 2.5])
+@pytest.mark.parametrize("normalisation", ["unit", "centered", "raw"])
+def test_constant_states_name_their_tap(constant: float, normalisation: Normalisation) -> None:
+    states = np.random.default_rng(7).normal(size=(3, 50, 4))
+    states[1] = constant
+    accumulator = CovarianceAccumulator(names(3), 4, normalisation)
+    accumulator.add(states)
+    with pytest.raises(SelectionError, match=r"tap 1 is constant over the 50 kept positions"):
+        accumulator.entropies()
+
+
+def test_too_few_rows_are_refused() -> None:
+    accumulator = CovarianceAccumulator(names(1), 4)
+    accumulator.add(np.ones((1, 1, 4)))
+    with pytest.raises(SelectionError, match="at least two kept positions, there is 1"):
+        accumulator.entropies()
+    with pytest.raises(SelectionError, match="at least two positions, there is 1"):
+        joint_entropy(np.ones((1, 1, 4)))
+    with pytest.raises(SelectionError, match="at least four positions, there are 3"):
+        linear_cka(np.ones((1, 3, 4)))
+    with pytest.raises(ConfigError, match="normalisation is 'l2'"):
+        joint_entropy(np.ones((1, 3, 4)), "l2")  # type: ignore[arg-type]
+
+
+def test_keep_positions() -> None:
+    entropy = np.array([9.0, 9.0, 0.1, 3.0, 2.0, 3.0, 0.5, 4.0])
+    assert keep_positions(entropy, keep=1.0, skip=0).tolist() == list(range(8))
+    assert keep_positions(entropy, keep=1.0, skip=6).tolist() == [6, 7]
+    assert keep_positions(entropy, keep=0.5, skip=2).tolist() == [3, 5, 7]  # 3 of the 6 left
+    assert keep_positions(entropy, keep=0.34, skip=2).tolist() == [3, 7]  # a tie goes to the earlier
+    assert keep_positions(entropy, keep=0.01, skip=2).tolist() == [7]
+    assert keep_positions(entropy, keep=0.3, skip=8).tolist() == []
+    assert keep_positions(entropy, keep=0.3, skip=99).tolist() == []
+
+
+def test_debiased_cka_sees_no_likeness_between_independent_taps() -> None:
+    # n far below the width: the biased estimator calls everything alike
+    states = np.random.default_rng(8).normal(size=(4, 32, 576))
+    off = ~np.eye(4, dtype=bool)
+    assert linear_cka(states)[off].min() > 0.9
+    debiased = linear_cka(states, debiased=True)
+    assert debiased[off].max() < 0.15
+    assert np.isfinite(debiased).all() and debiased.min() >= 0.0
+
+
+def test_cka_of_blocks() -> None:
+    draw = np.random.default_rng(9)
+    low, high = draw.normal(size=(2, 400, 8))
+    near = [
+        low,
+        low @ rotation(8, 1) + 0.1 * draw.normal(size=low.shape),
+        high,
+        high + 0.1 * draw.normal(size=low.shape),
+    ]
+    for debiased in (False, True):
+        cka = linear_cka(np.stack(near), "centered", debiased=debiased)
+        assert min(cka[0, 1], cka[2, 3]) > 0.95 and cka[:2, 2:].max() < 0.1
+
+
+def test_cka_agrees_with_its_definition() -> None:
+    states = np.random.default_rng(10).normal(size=(2, 150, 5)) * np.arange(1, 6)
+    x, y = (s - s.mean(axis=0) for s in states)
+    expected = np.linalg.norm(x.T @ y) ** 2 / (np.linalg.norm(x.T @ x) * np.linalg.norm(y.T @ y))
+    assert linear_cka(states, "centered")[0, 1] == pytest.approx(expected, rel=1e-9)
+
+
+def test_reservoir_is_the_same_in_any_order_and_uniform() -> None:
+    rows = {prompt: np.full((2, 10, 3), prompt) + np.arange(10)[:, None] / 10 for prompt in range(40)}
+
+    def filled(order: list[int], seed: int = 0) -> Reservoir:
+        reservoir = Reservoir(2, 3, size=50, seed=seed)
+        for prompt in order:
+            reservoir.add(prompt, np.arange(0, 20, 2), rows[prompt])
+        return reservoir
+
+    forward, backward = (filled(order).sample() for order in (list(range(40)), list(range(39, -1, -1))))
+    np.testing.assert_array_equal(forward.states, backward.states)
+    assert forward.where == backward.where == tuple(sorted(forward.where))
+    assert forward.where != filled(list(range(40)), seed=1).sample().where
+    for slot, (prompt, position) in enumerate(forward.where):
+        np.testing.assert_allclose(forward.states[:, slot], prompt + position / 20, rtol=1e-6)
+    counts = np.zeros(4)
+    for seed in range(40):
+        for prompt, _ in filled(list(range(40)), seed=seed).sample().where:
+            counts[prompt // 10] += 1
+    assert np.abs(counts / counts.sum() - 0.25).max() < 0.04
+    assert len(filled([0, 1]).sample().where) == 20  # fewer than its size: all of them

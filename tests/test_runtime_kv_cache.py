@@ -1,0 +1,109 @@
+"""The growing cache: content survives growth, scattered rows become adjacent."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elsi_edge.runtime import kv_cache
+from elsi_edge.runtime.kv_cache import PAGE, KvCache
+
+
+def fill(cache: KvCache, slots: int, value: float) -> None:
+    """Write rows after the used part, each marked with its slot."""
+    for index, buffer in enumerate(cache.buffers):
+        buffer[:, :, cache.length : cache.length + slots] = value + index * 1000.0
+        buffer[:, :, cache.length : cache.length + slots] += np.arange(slots, dtype=np.float32)[None, None, :, None]
+
+
+def test_nothing_is_allocated_before_it_is_needed() -> None:
+    cache = KvCache(blocks=3, kv_heads=2, head_width=4)
+    assert (cache.nbytes, cache.capacity, cache.length) == (0, 0, 0)
+    assert cache.reserve(1)
+    assert cache.capacity == PAGE
+    assert cache.nbytes == 3 * 2 * 2 * PAGE * 4 * 4
+    assert not cache.reserve(PAGE)
+    assert cache.reserve(PAGE + 1)
+    assert cache.capacity == 2 * PAGE
+
+
+def test_growth_keeps_the_content() -> None:
+    cache = KvCache(blocks=2, kv_heads=2, head_width=3)
+    cache.reserve(PAGE)
+    fill(cache, PAGE, 7.0)
+    cache.commit(range(PAGE))
+    before = [buffer.copy() for buffer in cache.buffers]
+    assert cache.reserve(3 * PAGE)
+    for old, new in zip(before, cache.buffers, strict=True):
+        assert np.array_equal(new[:, :, :PAGE], old)
+        assert (new[:, :, PAGE:] == 0.0).all()
+        assert new.flags.c_contiguous
+
+
+@pytest.mark.parametrize("used", [0, PAGE])
+def test_growth_takes_one_cache_and_one_buffer_not_two_caches(used: int) -> None:
+    cache = KvCache(blocks=8, kv_heads=4, head_width=16)
+    tracemalloc.start()
+    try:
+        cache.reserve(16 * PAGE)
+        cache.length = used
+        before = cache.nbytes
+        tracemalloc.reset_peak()
+        cache.reserve(17 * PAGE)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert cache.nbytes > before
+    assert peak < 1.2 * cache.nbytes
+
+
+def test_an_interrupted_growth_leaves_a_cache_that_can_be_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KvCache(blocks=2, kv_heads=1, head_width=2)
+    cache.reserve(PAGE)
+    cache.length = 5
+    made = []
+
+    class Interrupting:
+        float32 = np.float32
+
+        @staticmethod
+        def zeros(shape: tuple[int, ...], dtype: type[np.float32]) -> object:
+            made.append(shape)
+            if len(made) == 4:
+                raise KeyboardInterrupt
+            return np.zeros(shape, dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_cache, "np", Interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            cache.reserve(2 * PAGE)
+    cache.length = 0
+    assert cache.reserve(3)  # not taken for big enough
+    assert [buffer.shape for buffer in cache.buffers] == [(1, 1, PAGE, 2)] * 4
+
+
+@settings(deadline=None)
+@given(st.integers(0, 6), st.lists(st.integers(0, 9), unique=True, max_size=10).map(sorted))
+def test_commit_makes_scattered_rows_adjacent(base: int, rows: list[int]) -> None:
+    cache = KvCache(blocks=1, kv_heads=2, head_width=2)
+    cache.reserve(20)
+    fill(cache, base, 500.0)
+    cache.commit(range(base))
+    fill(cache, 10, 0.0)
+    cache.commit(rows)
+    assert cache.length == base + len(rows)
+    key = cache.buffers[0][0, 1, :, 0]
+    assert key[: cache.length].tolist() == [500.0 + slot for slot in range(base)] + [float(row) for row in rows]
+    assert (cache.buffers[1][0, 0, base : cache.length, 1] == 1000.0 + np.array(rows)).all()
+
+
+def test_truncate_only_shortens() -> None:
+    cache = KvCache(blocks=1, kv_heads=1, head_width=1)
+    cache.reserve(10)
+    cache.commit(range(6))
+    cache.truncate(9)
+    assert cache.length == 6
+    cache.truncate(2)
+    assert cache.length == 2
