@@ -17,9 +17,9 @@ Score = Callable[[tuple[int, ...]], float]  # of a set of taps, ascending
 DEFAULT_CKA_WEIGHT = 0.5
 """Nats that one unit of mean pairwise CKA costs ELSI-C; 0 gives ELSI.
 
-Over pairs of SmolLM2-135M's taps joint entropy and CKA spread alike (standard deviations 0.22 nats and 0.20), so at 0.5 CKA
-has half the say of entropy: it decides among sets that are nearly as rich, and cannot bring in a poor tap. There the best
-pair is {5, 29} at every weight from 0.1 to 2, and {5, 27} without the penalty.
+Over pairs of SmolLM2-135M's taps joint entropy and CKA spread alike (standard deviations 0.22 nats and 0.20), so at 0.5
+CKA has half the say of entropy: it decides among sets that are nearly as rich, and cannot bring in a poor tap. There
+the best pair is {5, 29} at every weight from 0.1 to 2, and {5, 27} without the penalty.
 """
 
 EAGLE3_MIN_BLOCKS = 7  # below, 2, n/2 and n-3 are not three different taps in order

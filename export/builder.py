@@ -19,7 +19,7 @@ WEIGHTS_FILE = "target.weights"
 _ALIGNMENT = 65536  # of large tensors, so that they can be mapped into memory
 
 # Families whose graphs were compared with transformers, block by block, in tests/test_export_families.py.
-SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def quantisation(precision: Precision) -> dict[str, Any]:

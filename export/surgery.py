@@ -125,17 +125,19 @@ def append_query_row(model: ir.Model) -> None:
     last = _constant(model, "/chain/last", [-1])
     start, end, axis = (_constant(model, f"/chain/{n}", [v]) for n, v in (("start", 0), ("end", -1), ("axis", 1)))
     for index, node in enumerate(attentions(model)):
-        packed, output = node.inputs[0], node.outputs[0]
-        if packed is None or node.inputs[1] is not None:
-            raise ModelError("the exact chain form needs packed query, key and value; this family is not supported")
-        row = ir.node("Gather", [packed, last], attributes={"axis": 1}, name=f"/chain/{index}/Gather")
-        rows = ir.node("Concat", [packed, row.outputs[0]], attributes={"axis": 1}, name=f"/chain/{index}/Concat")
-        cut = ir.node("Slice", [output, start, end, axis], name=f"/chain/{index}/Slice")
-        for made in (row, rows, cut):
-            made.outputs[0].name = f"{made.name}/output_0"
-        model.graph.insert_before(node, [row, rows])
+        for place, name in enumerate(("query", "key", "value")):  # packed in the first, or one each
+            rows = node.inputs[place]
+            if rows is None:
+                continue
+            copy = ir.node("Gather", [rows, last], attributes={"axis": 1}, name=f"/chain/{index}/{name}/Gather")
+            longer = ir.node(
+                "Concat", [rows, copy.outputs[0]], attributes={"axis": 1}, name=f"/chain/{index}/{name}/Concat"
+            )
+            model.graph.insert_before(node, [_named(copy), _named(longer)])
+            node.replace_input_with(place, longer.outputs[0])
+        output = node.outputs[0]
+        cut = _named(ir.node("Slice", [output, start, end, axis], name=f"/chain/{index}/Slice"))
         model.graph.insert_after(node, cut)
-        node.replace_input_with(0, rows.outputs[0])
         for use in list(output.uses()):
             if use.node is not cut:
                 use.node.replace_input_with(use.idx, cut.outputs[0])
@@ -288,6 +290,12 @@ def _clone(node: ir.Node, cloned: dict[ir.Value, ir.Value], model: ir.Model) -> 
         new.name = old.name
         cloned[old] = new
     return made
+
+
+def _named(node: ir.Node) -> ir.Node:
+    """Name the node's only output after it."""
+    node.outputs[0].name = f"{node.name}/output_0"
+    return node
 
 
 def _set_input(node: ir.Node, index: int, value: ir.Value) -> None:

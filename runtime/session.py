@@ -169,6 +169,10 @@ class Session:
             )
         return "chain"
 
+    def engine(self, *, exact: bool) -> Engine:
+        """The loaded target and proposer of a mode, loading them if need be: to run the loop with another proposer."""
+        return self._engines[exact]
+
     def budget(self, options: GenerateOptions) -> int:
         """N, the drafted nodes of a round. Raises BundleError when a draft is asked for and there is none."""
         if options.plain:
@@ -183,7 +187,7 @@ class Session:
         return DEFAULT_DRAFT_NODES[self.precision] if options.draft_nodes is None else options.draft_nodes
 
     def _events(self, prompt_ids: list[int], options: GenerateOptions, mode: Mode) -> Iterator[GenerationEvent]:
-        engine = self._engines[options.exact]
+        engine = self.engine(exact=options.exact)
         seed = options.resolved_seed()
         limit = min(options.max_tokens, self.context - len(prompt_ids))
         plan = Plan(budget=self.budget(options), chain=mode != "tree", limit=limit, context=self.context)

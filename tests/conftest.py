@@ -1,6 +1,8 @@
-"""What several test files share: a tiny random Llama with a random draft, and bundles exported from them once a run."""
+"""What several test files share: a tiny random Llama with a random draft, their bundles, and the command line."""
 
+import io
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from elsi_edge import cli
 from elsi_edge.artifacts import DraftConfig, LayerSelection, Precision
+from tests.cli_run import Done, Run
 from tests.tiny_text import CONFIG, build_tokenizer, llama_weights, write_file, write_text_files
 
 CONTEXT = 256  # tokens
@@ -110,6 +114,24 @@ def tiny_bundle(tiny_model: TinyModel) -> Callable[..., Path]:
         return tiny_model.bundles[name]
 
     return make
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """`run("generate", ...)` in a directory of its own, with `stdin` as bytes."""
+    place = tmp_path / "here"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    monkeypatch.delenv("ELSI_EDGE_WORK", raising=False)
+    monkeypatch.setenv("ELSI_EDGE_HOME", str(tmp_path / "home"))
+
+    def call(*arguments: object, stdin: bytes = b"") -> Done:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as caught:
+            cli.main([str(argument) for argument in arguments])
+        return Done(int(caught.value.code or 0), *capsys.readouterr())
+
+    return call
 
 
 def _tame(

@@ -122,7 +122,8 @@ def made(
         return GenerationResult(
             token_ids=tuple(tokens), text="", finish_reason="length", prompt_tokens=1, tau=tau,
             accepted_per_verification=tau - 1, verifications=round(rest / tau), drafted=0,
-            accepted_by_depth=() if tau == 1 or not rest else (round(rest / tau),), tokens_per_s=rest / seconds if rest else None,
+            accepted_by_depth=() if tau == 1 or not rest else (round(rest / tau),),
+            tokens_per_s=rest / seconds if rest else None,
             time_to_first_token_ms=5.0, exact=True, exactness="", mode="chain", draft_nodes=1, seed=None,
             precision="int4", provider="p", threads=1, peak_memory_bytes=7, timings=Timings(verify=seconds),
         )  # fmt: skip

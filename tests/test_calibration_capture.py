@@ -33,7 +33,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rms(x: Floats, gain: NDArray[np.float32]) -> Floats:
-    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + SMALL["rms_norm_eps"]) * gain
+    scaled: Floats = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + SMALL["rms_norm_eps"]) * gain
+    return scaled
 
 
 def rotate(x: Floats) -> Floats:
@@ -52,7 +53,8 @@ def attend(x: Floats, w: dict[str, NDArray[np.float32]], at: str) -> Floats:
     scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(head) + np.triu(np.full((length, length), -np.inf), k=1)
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
     mixed = np.einsum("hts,shd->thd", p / p.sum(axis=-1, keepdims=True), v).reshape(length, -1)
-    return mixed @ w[f"{at}self_attn.o_proj.weight"].T
+    out: Floats = mixed @ w[f"{at}self_attn.o_proj.weight"].T
+    return out
 
 
 def by_hand(ids: list[int]) -> tuple[Floats, Floats, Floats]:

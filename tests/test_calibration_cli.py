@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import elsi_edge.cli
-from elsi_edge.artifacts import LayerSelection, PromptRow
+from elsi_edge.artifacts import LayerSelection, Method, PromptRow
 from elsi_edge.calibration import CalibrationSettings, calibrate
 from elsi_edge.errors import ConfigError, DataError, SelectionError
 from elsi_edge.models import SourceModel, resolve
+from elsi_edge.prompts import builtin_calibration_prompts
 from tests.tiny_text import CONFIG, PAGE, build_tokenizer, llama_weights, write_file, write_model_dir, write_text_files
 
 pytest.importorskip("torch")
@@ -83,10 +84,14 @@ def test_batching_changes_rounding_alone(model: SourceModel) -> None:
 
 
 def test_rules_share_the_measurement(model: SourceModel) -> None:
-    found = {
-        method: calibrate(model, ROWS, CalibrationSettings(method=method, m=m), threads=1)
-        for method, m in (("elsi", 2), ("elsi-c", 2), ("eagle3", None), ("eagle2", None), ("low-entropy", 2))
-    }
+    rules: tuple[tuple[Method, int | None], ...] = (
+        ("elsi", 2),
+        ("elsi-c", 2),
+        ("eagle3", None),
+        ("eagle2", None),
+        ("low-entropy", 2),
+    )
+    found = {method: calibrate(model, ROWS, CalibrationSettings(method=method, m=m), threads=1) for method, m in rules}
     assert len({f.entropy for f in found.values()}) == 1
     entropy = np.array(found["elsi"].entropy)
     assert found["eagle3"].taps == (2, 4, 5) and found["eagle3"].joint_entropy is not None
@@ -225,3 +230,12 @@ def test_wrong_usage_is_one_line_and_writes_nothing(
     assert (found, out) == (code, "") and message in err
     assert len(err.strip().splitlines()) == 1
     assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_pick_on_the_built_in_model() -> None:
+    found = calibrate(resolve("smollm2-135m-instruct"), builtin_calibration_prompts())
+    assert found.taps == (27,) and found.tokens == 6883 and not found.settings["warnings"]
+    assert found.settings["template_prefix"] == 24  # its default system message
+    assert found.entropy[27] == pytest.approx(5.482, abs=0.002)

@@ -20,7 +20,8 @@ def directions(count: int, seed: int) -> NDArray[np.float64]:
 def padded(columns: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
     """Columns turned into states [ROWS, WIDTH]."""
     basis = np.linalg.qr(np.random.default_rng(seed).normal(size=(WIDTH, WIDTH)))[0]
-    return columns @ basis[: columns.shape[1]]
+    states: NDArray[np.float64] = columns @ basis[: columns.shape[1]]
+    return states
 
 
 def planted() -> NDArray[np.float64]:

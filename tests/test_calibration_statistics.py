@@ -28,7 +28,8 @@ def planted(shares: list[float], rows: int = 64, width: int = 12, seed: int = 0)
     raw = draw.normal(size=(rows, len(shares)))
     left, _ = np.linalg.qr(raw - raw.mean(axis=0))
     right, _ = np.linalg.qr(draw.normal(size=(width, len(shares))))
-    return left * np.sqrt(np.array(shares)) @ right.T
+    states: Floats = left * np.sqrt(np.array(shares)) @ right.T
+    return states
 
 
 def rotation(width: int, seed: int) -> Floats:
@@ -46,7 +47,7 @@ def names(count: int) -> tuple[str, ...]:
 def test_planted_spectrum_has_its_known_entropy(shares: list[float], nats: float) -> None:
     states = planted(shares)[None]
     for side in ("feature", "sample"):
-        assert joint_entropy(states, "centered", side=side) == pytest.approx(nats, abs=1e-9)  # type: ignore[arg-type]
+        assert joint_entropy(states, "centered", side=side) == pytest.approx(nats, abs=1e-9)
     accumulator = CovarianceAccumulator(names(1), 12, "centered")
     accumulator.add(states)
     assert accumulator.entropies()[0] == pytest.approx(nats, abs=1e-9)
@@ -91,8 +92,8 @@ def test_entropy_and_cka_do_not_see_rotation_and_scale(
 def test_feature_side_equals_sample_side(seed: int, rows: int, width: int, taps: int) -> None:
     states = np.random.default_rng(seed).normal(size=(taps, rows, width))
     for normalisation in ("unit", "centered", "raw"):
-        kind: Normalisation = normalisation  # type: ignore[assignment]
-        feature, sample = (joint_entropy(states, kind, side=side) for side in ("feature", "sample"))  # type: ignore[arg-type]
+        kind: Normalisation = normalisation
+        feature, sample = (joint_entropy(states, kind, side=side) for side in ("feature", "sample"))
         assert feature == pytest.approx(sample, abs=1e-8)
         assert SetEntropy(states, kind)(tuple(range(taps))) == pytest.approx(feature, abs=1e-4)
 
@@ -134,8 +135,8 @@ def test_massive_activation_moves_raw_entropies_but_not_unit_ones() -> None:
     assert np.abs(entropies(spiked, "unit") - entropies(states, "unit")).max() < 0.02
     assert np.argmax(entropies(spiked, "unit")[1:]) == 1
     for normalisation in ("centered", "raw"):
-        assert np.argmax(entropies(states, normalisation)[1:]) == 1  # type: ignore[arg-type]
-        assert np.argmax(entropies(spiked, normalisation)[1:]) == 0  # type: ignore[arg-type]
+        assert np.argmax(entropies(states, normalisation)[1:]) == 1
+        assert np.argmax(entropies(spiked, normalisation)[1:]) == 0
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from elsi_edge import cli
 from elsi_edge.bundle import Bundle
 from elsi_edge.bundle_ref import find_bundle
 from elsi_edge.cli import chat as chat_verb
@@ -23,50 +22,10 @@ from elsi_edge.fsio import sha256_file
 from elsi_edge.runtime.options import GenerateOptions
 from elsi_edge.runtime.result import GenerationEvent
 from elsi_edge.runtime.session import DEFAULT_DRAFT_NODES, Session
+from tests.cli_run import Run, one_line
 from tests.conftest import TinyModel
 
 PROMPT = "Marn keeps a small ferry"
-
-
-class Done:
-    """What a run gave."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    @property
-    def json(self) -> dict[str, Any]:
-        value: dict[str, Any] = json.loads(self.out.splitlines()[-1])
-        return value
-
-
-Run = Callable[..., Done]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """`run("generate", ...)` in a directory of its own, with `stdin` as bytes."""
-    place = tmp_path / "here"
-    place.mkdir()
-    monkeypatch.chdir(place)
-    monkeypatch.delenv("ELSI_EDGE_WORK", raising=False)
-    monkeypatch.setenv("ELSI_EDGE_HOME", str(tmp_path / "home"))
-
-    def call(*arguments: object, stdin: bytes = b"") -> Done:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        with pytest.raises(SystemExit) as caught:
-            cli.main([str(argument) for argument in arguments])
-        return Done(int(caught.value.code or 0), *capsys.readouterr())
-
-    return call
-
-
-def one_line(done: Done, code: int, *parts: str) -> None:
-    """Exactly one line on stderr that holds all of `parts`, and nothing on stdout."""
-    assert (done.code, done.out) == (code, ""), done.err
-    assert done.err.count("\n") == 1 and done.err.startswith("error: "), done.err
-    for part in parts:
-        assert part in done.err
 
 
 def edited(bundle: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -143,7 +102,7 @@ def test_a_model_without_template_is_continued_raw_and_says_so(
     assert done.code == 0 and "no chat template" in done.err
     raw = run("generate", tiny_bundle("fp32"), PROMPT, "--max-tokens", 4, "--raw")
     assert raw.out == done.out and "template" not in raw.err
-    one_line(run("generate", bundle, PROMPT, "--system", "x", "--json"), 2, "--system") if False else None
+    one_line(run("generate", bundle, PROMPT, "--system", "x"), 2, "no chat template", "--system")
     one_line(run("chat", bundle), 2, "no chat template", "generate --raw")
 
 

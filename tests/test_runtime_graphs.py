@@ -170,7 +170,8 @@ def test_an_interrupted_growth_is_made_up_for(tiny_bundle: MakeBundle, monkeypat
     for failing in range(4):
         target = open_target(tiny_bundle("fp32"))
         target.prefill(PAST[:2])
-        bind, bound = target._graph.bind_in_place, []
+        bind = target._graph.bind_in_place
+        bound: list[Any] = []
 
         def interrupted(*names_and_array: Any, fail: int = failing, bind: Any = bind, bound: list[Any] = bound) -> None:
             if len(bound) == fail:
@@ -237,7 +238,7 @@ def test_the_chain_form_refuses_a_tree(tiny_bundle: MakeBundle) -> None:
 
 
 def with_proposer(session: Session, proposer: Scripted, *, exact: bool = True) -> Session:
-    engine = session._engines[exact]
+    engine = session.engine(exact=exact)
     return Session(
         codec=session.codec,
         engines={exact: Engine(target=engine.target, proposer=proposer, trees=engine.trees)},
@@ -337,6 +338,12 @@ def test_the_proposed_tree_is_that_of_paths_run_one_by_one(tiny_bundle: MakeBund
             frontier = sorted(sorted(fresh, key=lambda node: -scores[node])[: shape.beam])
         expected = best_first(tokens, parents, scores, budget)
         proposer = DraftProposer(draft)
+        proposer.reset()
+        found = proposer._expand(draft.extend(followed, taps), shape, budget)  # may stop early, when no more can enter
+        count = len(found.tokens)
+        assert count >= budget
+        assert (found.tokens, found.parents) == (tokens[:count], parents[:count])
+        np.testing.assert_allclose(found.scores, scores[:count], atol=1e-4)
         proposer.reset()
         proposer.observe(followed, taps)
         tree = proposer.propose(budget, chain=False)

@@ -82,7 +82,9 @@ def export(
 
             same_selection_or_explain(selection, loaded[1], model=model, draft_path=loaded[0])
         common.note(f"taps: {selection.describe()}, from {origin}")
-        if loaded is None:
+        if loaded is not None:
+            common.note(f"draft: {loaded[0]}")
+        else:
             common.note("there is no draft yet, so this bundle is plain-only")
     manifest = _export(source, target, precision, context, loaded, force=force)
     _report(manifest, target, json=json)
@@ -168,23 +170,15 @@ def _require_place(out: Path, *, force: bool) -> None:
 
 def _load_draft(source: "SourceModel", given: Path | None, place: "WorkDir") -> "tuple[Path, LoadedDraft] | None":
     """The draft to export, checked: --draft, else the work directory's, else the packaged one when it fits."""
-    from elsi_edge.cli import common
     from elsi_edge.draft.checkpoint import CONFIG, load_draft
     from elsi_edge.packaged import packaged_config, packaged_draft
 
-    path, where = given, "--draft"
+    path = given
     if path is None and (place.draft / CONFIG).is_file():
-        path, where = place.draft, "the work directory"
-    packaged, config = packaged_draft(), packaged_config()
-    if path is None and packaged is not None and config is not None:
-        if config.target_fingerprint != source.fingerprint:
-            return None
-        path, where = packaged, "the package"
-    if path is None:
-        return None
-    loaded = load_draft(path)
-    common.note(f"draft: {path} (from {where})")
-    return path, loaded
+        path = place.draft
+    if path is None and (config := packaged_config()) is not None:
+        path = packaged_draft() if config.target_fingerprint == source.fingerprint else None
+    return None if path is None else (path, load_draft(path))
 
 
 def _selection(

@@ -1,6 +1,7 @@
 """`elsi-edge generate`: one prompt, answered as it comes."""
 
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,9 +10,7 @@ from elsi_edge.cli import options as opt
 from elsi_edge.runtime.options import DEFAULT_MAX_TOKENS
 
 if TYPE_CHECKING:
-    from elsi_edge.runtime.options import GenerateOptions
-    from elsi_edge.runtime.result import GenerationResult
-    from elsi_edge.runtime.session import Session
+    from elsi_edge.runtime.result import GenerationEvent, GenerationResult
 
 
 def generate(
@@ -67,10 +66,10 @@ def generate(
     session = Session.open(found.directory, settings)
     if found.note:
         common.note(found.note)
-    text = _stdin() if prompt == "-" else prompt
+    events = session.stream(_stdin() if prompt == "-" else prompt, options)  # checks the prompt
     if not session.codec.has_template and not raw:
         common.note("note: this model has no chat template, so the prompt is continued as it is (as with --raw)")
-    result = _answer(session, text, options, show=not json)
+    result = _last(events) if json else _show(events)
     if json:
         common.emit_json(as_json(result))
         return
@@ -79,23 +78,26 @@ def generate(
     common.note(summary(result))
 
 
-def _answer(session: "Session", prompt: str, options: "GenerateOptions", *, show: bool) -> "GenerationResult":
-    """Run one answer; with `show` its text goes to stdout as it comes, and ends in a newline even when interrupted."""
-    if not show:
-        return session.generate(prompt, options)
-    result: GenerationResult | None = None
-    events = session.stream(prompt, options)
+def _show(events: Iterator["GenerationEvent"]) -> "GenerationResult":
+    """Text to stdout as it comes; ends in a newline even when interrupted."""
     try:
-        for event in events:
-            sys.stdout.write(event.text)
-            sys.stdout.flush()
-            result = event.result
-    except KeyboardInterrupt:
+        return _last(_written(events))
+    finally:
         sys.stdout.write("\n")
         sys.stdout.flush()
-        raise
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+
+
+def _written(events: Iterator["GenerationEvent"]) -> Iterator["GenerationEvent"]:
+    for event in events:
+        sys.stdout.write(event.text)
+        sys.stdout.flush()
+        yield event
+
+
+def _last(events: Iterator["GenerationEvent"]) -> "GenerationResult":
+    result = None
+    for event in events:
+        result = event.result
     if result is None:
         raise RuntimeError("the stream ended without its result")
     return result

@@ -1,0 +1,152 @@
+"""The export: what it refuses, what it checks, and that it leaves the same files wherever and however often it runs."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import pytest
+
+from elsi_edge.artifacts import LayerSelection
+from elsi_edge.bundle import Bundle
+from elsi_edge.draft.checkpoint import load_draft
+from elsi_edge.errors import DraftError, ElsiError, ModelError, ParityError, StorageError, UsageError
+from elsi_edge.export import parity, surgery, target
+from elsi_edge.export.pipeline import ExportSettings, export_bundle, same_selection_or_explain
+from elsi_edge.models import resolve
+from tests.conftest import TinyModel
+from tests.test_export_families import family_model
+
+MakeBundle = Callable[..., Path]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
+def test_bundle_holds_what_its_precision_needs(tiny_bundle: MakeBundle, precision: str) -> None:
+    manifest = Bundle.load(tiny_bundle(precision)).manifest
+    exact = set() if precision == "fp32" else {"target-chain"}
+    assert set(manifest.graphs) == {"target-tree", "draft", "projection"} | exact
+    assert manifest.selection is not None and manifest.draft is not None
+    assert manifest.parity["tree_divergence_nats"] <= 4 * parity.MAX_DIVERGENCE[manifest.precision]
+    assert manifest.quantisation == {} or manifest.quantisation["block"] == 32
+    assert "work" not in {name.split("/")[0] for name in manifest.files}
+
+
+def test_fp32_equals_torch(tiny_bundle: MakeBundle) -> None:
+    measured = Bundle.load(tiny_bundle("fp32")).manifest.parity
+    assert measured["top1_agreement"] == 1.0
+    assert measured["logits_relative_error"] < 1e-4
+    assert measured["taps_relative_error"] < 1e-5
+    assert measured["draft_entry_relative_error"] < 1e-4
+    assert measured["draft_node_relative_error"] < 1e-4
+
+
+def test_weights_are_stored_once(tiny_bundle: MakeBundle) -> None:
+    """The draft's lookup names the target's embedding; its own file holds its own weights alone."""
+    bundle = tiny_bundle("fp32")
+    model = onnx.load(bundle / "draft.onnx", load_external_data=False)
+    places = {
+        {entry.key: entry.value for entry in tensor.external_data}["location"]
+        for tensor in model.graph.initializer
+        if tensor.external_data
+    }
+    assert places == {"target.weights", "draft.weights"}
+
+
+def test_taps_are_block_inputs_and_one_off_is_caught(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commonest fault of such exports costs half of the acceptance and raises no error elsewhere."""
+    monkeypatch.setattr(target, "_tapped", lambda model, selection: [surgery.residuals(model)[selection.taps[0] + 1]])
+    with pytest.raises(ParityError, match="taps"):
+        export_tiny(tiny_model, tmp_path / "bundle")
+    assert list(tmp_path.iterdir()) == []
+
+
+def export_tiny(tiny: TinyModel, out: Path, **settings: object) -> None:
+    source = resolve(str(tiny.model))
+    made = ExportSettings(**{"precision": "fp32", **settings})  # type: ignore[arg-type]
+    export_bundle(source, out, made, draft=load_draft(tiny.draft))
+
+
+def test_same_files_twice_and_nothing_in_the_current_directory(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    out = Path("..") / "out" / "bundle"
+    export_tiny(tiny_model, out)
+    first = Bundle.load(out).manifest.files
+    with pytest.raises(StorageError, match="exists already"):
+        export_tiny(tiny_model, out)
+    export_tiny(tiny_model, out, replace=True)
+    again = Bundle.load(out).manifest.files
+    assert {n: f.bytes for n, f in first.items()} == {n: f.bytes for n, f in again.items()}
+    assert first["target.weights"] == again["target.weights"]
+    assert os.listdir(here) == [] and os.listdir(tmp_path / "out") == ["bundle"]
+
+
+@pytest.mark.parametrize("context", [15, 100_000])
+def test_context_out_of_range(tiny_model: TinyModel, tmp_path: Path, context: int) -> None:
+    with pytest.raises(UsageError, match=str(context)):
+        export_tiny(tiny_model, tmp_path / "bundle", context=context)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_draft_of_another_target(tiny_model: TinyModel, tmp_path: Path) -> None:
+    other = resolve(str(family_model(tmp_path / "other", "llama")))
+    with pytest.raises(DraftError, match="number of blocks is 2, .* has 4"):
+        export_bundle(other, tmp_path / "bundle", ExportSettings(precision="fp32"), draft=load_draft(tiny_model.draft))
+
+
+def test_selection_that_the_draft_was_not_trained_on(tiny_model: TinyModel) -> None:
+    draft = load_draft(tiny_model.draft)
+    same_selection_or_explain(tiny_model.selection, draft, model="m", draft_path=tiny_model.draft)
+    wanted = replace(tiny_model.selection, taps=(2,))
+    with pytest.raises(DraftError) as caught:
+        same_selection_or_explain(wanted, draft, model="m", draft_path=tiny_model.draft)
+    for part in ("tap 2", "tap 1", "2.000", "3.000", "--layers 1", "elsi-edge distill m"):
+        assert part in str(caught.value)
+
+
+def test_family_that_was_never_checked_is_refused_at_once(tmp_path: Path) -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    from tests.tiny_text import build_tokenizer, write_text_files
+
+    config = GPTNeoXConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=300
+    )
+    GPTNeoXForCausalLM(config).save_pretrained(tmp_path / "model")
+    write_text_files(tmp_path / "model", build_tokenizer())
+    with pytest.raises(ModelError, match="gpt_neox.*llama, mistral"):
+        export_bundle(resolve(str(tmp_path / "model")), tmp_path / "bundle", ExportSettings(), draft=None)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_full_disk_is_said_before_the_work(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(ElsiError, match="needs .* MB"):
+        export_tiny(tiny_model, tmp_path / "bundle")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_selection_of_the_state_after_the_final_norm(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """EAGLE-2's rule has a state of its own; its draft is exported and compared like any other."""
+    from elsi_edge.draft.checkpoint import load_config
+    from tests.conftest import write_random_draft
+
+    selection = LayerSelection(
+        taps=(2,), method="eagle2", state="final-norm", blocks=2, width=64, model=str(tiny_model.model)
+    )
+    write_random_draft(tmp_path / "draft", replace(load_config(tiny_model.draft), selection=selection))
+    source = resolve(str(tiny_model.model))
+    draft = load_draft(tmp_path / "draft")
+    manifest = export_bundle(source, tmp_path / "bundle", ExportSettings(precision="fp32"), draft=draft)
+    assert manifest.parity["taps_relative_error"] < 1e-5
