@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from elsi_edge.artifacts import ModelShape, Precision
 from elsi_edge.errors import MissingExtraError, ModelError
-from elsi_edge.export import surgery
+from elsi_edge.export import embedding, surgery
 
 BLOCK = 32  # weights per quantisation block: 16 and 32 give the same bits for 1 to 16 rows, 128 does not
 WEIGHTS_FILE = "target.weights"
@@ -48,7 +48,7 @@ def build_base_graph(model_dir: Path, shape: ModelShape, precision: Precision, w
     _run_builder(model_dir, precision, built)
     graph = surgery.load_graph(built / "model.onnx")
     if precision == "int8" and shape.tied_embeddings:
-        surgery.share_embedding(graph, bits=8, block=BLOCK, vocab_size=shape.vocab_size, width=shape.width)
+        embedding.share_embedding(graph, bits=8, block=BLOCK, vocab_size=shape.vocab_size, width=shape.width)
     surgery.replace_mask_subgraph(graph)
     surgery.select_logit_rows(graph)
     surgery.static_batch_one(graph)

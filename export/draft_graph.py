@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from elsi_edge.artifacts import DraftConfig, Precision
 from elsi_edge.bundle import DRAFT_VOCAB_FILE, GraphRole
 from elsi_edge.draft.checkpoint import LoadedDraft
-from elsi_edge.export import surgery
+from elsi_edge.export import embedding, surgery
 from elsi_edge.export.builder import BLOCK
 
 _EMBEDDED = "embedded"
@@ -33,7 +33,7 @@ def write_draft(out: Path, draft: LoadedDraft, *, base: Path, precision: Precisi
     path = out / "draft.onnx"
     ir.save(ir.from_proto(block), path, external_data="draft.weights")
     graph = surgery.load_graph(path)  # its tensors now name their place in draft.weights
-    surgery.embed_with(graph, surgery.load_graph(base), _EMBEDDED)
+    embedding.embed_with(graph, surgery.load_graph(base), _EMBEDDED)
     surgery.save_graph(graph, path)
     np.save(out / DRAFT_VOCAB_FILE, draft.draft_to_target_ids, allow_pickle=False)
     return {"draft": "draft.onnx", "projection": "projection.onnx"}

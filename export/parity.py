@@ -37,8 +37,9 @@ _ROW_SLACK = 4.0  # a single row of a tree scatters more than the mean over text
 TEXTS = (
     "A heron stood in the shallow water for most of the morning. When the tide turned, small silver fish came in over "
     "the sandbar, and the bird began to walk, one slow step at a time, watching the light move on the surface.",
-    "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n    return total / len(values)"
-    "\n\n\nprint(mean([1.5, 2.5, 4.0]))\n",
+    "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n"
+    "    return total / len(values)\n"
+    "\n\nprint(mean([1.5, 2.5, 4.0]))\n",
     "Der Zug nach Bremen fährt um 7:42 Uhr von Gleis 12 ab. Bitte vergessen Sie nicht, Ihre Fahrkarte zu entwerten.",
     "باران دیشب تا صبح بارید و کوچه‌ها پر از آب شد.",
     "今朝は駅前の公園で、古い友人と偶然会って、二人でコーヒーを飲んだ。",

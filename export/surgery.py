@@ -8,9 +8,9 @@ Here it becomes, without touching the weights file:
 - taps: the residual stream entering block t as an extra output;
 - **tree** form: `position_ids` [1, T] int64 and `attention_bias` [1, 1, T, S + T] float32 wired to every attention;
 - **chain** form (the exact mode of int4 and int8): every attention sees one more query row, a copy of the last one,
-  which is dropped after it. GroupQueryAttention sums in another order for one query row than for several; with at least two
-  rows always, one token a step and many a step agree bit for bit. The extra key and value land beyond the end of the
-  cache's used part and are overwritten by the next step.
+  which is dropped after it. GroupQueryAttention sums in another order for one query row than for several; with at
+  least two rows always, one token a step and many a step agree bit for bit. The extra key and value land beyond the end
+  of the cache's used part and are overwritten by the next step.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def replace_mask_subgraph(model: ir.Model) -> None:
     for node in attentions(model):
         node.replace_input_with(_GQA_SEQLENS_K, seqlens)
         node.replace_input_with(_GQA_TOTAL, total)
-    mask = _graph_input(model, "attention_mask")
+    mask = graph_input(model, "attention_mask")
     _remove_unused_nodes(model)
     if mask.uses():
         raise ModelError("the exported graph uses attention_mask outside the attention nodes; family not supported")
@@ -64,7 +64,7 @@ def replace_mask_subgraph(model: ir.Model) -> None:
 
 def select_logit_rows(model: ir.Model) -> None:
     """Gather the rows named by `logit_rows` before the lm_head; logits become [1, R, V]."""
-    head = _lm_head(model)
+    head = lm_head(model)
     rows = ir.Value(name="logit_rows", shape=ir.Shape(["R"]), type=ir.TensorType(ir.DataType.INT64))
     hidden = head.inputs[0]
     assert hidden is not None
@@ -80,13 +80,13 @@ def select_logit_rows(model: ir.Model) -> None:
 def residuals(model: ir.Model) -> list[ir.Value]:
     """Taps 0..L: the residual stream entering each block, and the one after the last block before the final norm."""
     values = [_residual_into(_norm_before(node)) for node in attentions(model)]
-    values.append(_residual_into(_norm_before(_lm_head(model))))
+    values.append(_residual_into(_norm_before(lm_head(model))))
     return values
 
 
 def final_norm_state(model: ir.Model) -> ir.Value:
     """The state after the final norm, which the lm_head reads (EAGLE-2's input)."""
-    return _norm_before(_lm_head(model)).outputs[0]
+    return _norm_before(lm_head(model)).outputs[0]
 
 
 def add_tap_output(model: ir.Model, values: Sequence[ir.Value], width: int, name: str = "taps") -> None:
@@ -122,8 +122,8 @@ def wire_tree_inputs(model: ir.Model) -> None:
 
 def append_query_row(model: ir.Model) -> None:
     """Give every attention one more query row, a copy of the last, and drop its output row (exact chain form)."""
-    last = _constant(model, "/chain/last", [-1])
-    start, end, axis = (_constant(model, f"/chain/{n}", [v]) for n, v in (("start", 0), ("end", -1), ("axis", 1)))
+    last = constant(model, "/chain/last", [-1])
+    start, end, axis = (constant(model, f"/chain/{n}", [v]) for n, v in (("start", 0), ("end", -1), ("axis", 1)))
     for index, node in enumerate(attentions(model)):
         for place, name in enumerate(("query", "key", "value")):  # packed in the first, or one each
             rows = node.inputs[place]
@@ -148,51 +148,6 @@ def append_query_row(model: ir.Model) -> None:
                 value.shape = None
 
 
-def share_embedding(model: ir.Model, *, bits: int, block: int, vocab_size: int, width: int) -> bool:
-    """Let a tied embedding read the lm_head's quantised blocks instead of its own float table.
-
-    Returns whether anything changed. The builder does this for int4 only.
-    """
-    gathers = [n for n in model.graph if n.op_type == "Gather" and n.inputs[1] is _graph_input(model, "input_ids")]
-    head = _lm_head(model)
-    if not gathers or head.op_type != "MatMulNBits":
-        return False
-    weight, scales = head.inputs[1], head.inputs[2]
-    shape = _constant(model, "/embed/shape", [vocab_size, width * bits // 8])
-    reshape = ir.node("Reshape", [weight, shape], name="/embed/Reshape")
-    lookup = ir.node(
-        "GatherBlockQuantized",
-        [reshape.outputs[0], gathers[0].inputs[1], scales],
-        attributes={"bits": bits, "block_size": block, "gather_axis": 0, "quantize_axis": 1},
-        domain="com.microsoft",
-        name="/embed/GatherBlockQuantized",
-    )
-    reshape.outputs[0].name = "/embed/Reshape/output_0"
-    lookup.outputs[0].name = "/embed/GatherBlockQuantized/output_0"
-    table, old = gathers[0].inputs[0], gathers[0].outputs[0]
-    model.graph.insert_before(gathers[0], [reshape, lookup])
-    ir.convenience.replace_all_uses_with(old, lookup.outputs[0])
-    model.graph.remove(gathers[0], safe=True)
-    if table is not None and table.name is not None and not table.uses():
-        model.graph.initializers.pop(table.name, None)
-    return True
-
-
-def embed_with(model: ir.Model, target: ir.Model, name: str) -> None:
-    """Replace the input `name` of a draft by the target's own lookup of `input_ids` (its tap 0); weights are shared."""
-    embedding = residuals(target)[0]
-    cloned: dict[ir.Value, ir.Value] = {}
-    ids = ir.Value(name="input_ids", shape=ir.Shape([1, "T"]), type=ir.TensorType(ir.DataType.INT64))
-    cloned[_graph_input(target, "input_ids")] = ids
-    nodes = [_clone(node, cloned, model) for node in _upstream(embedding)]
-    old = _graph_input(model, name)
-    first = next(iter(model.graph))
-    model.graph.insert_before(first, nodes)
-    ir.convenience.replace_all_uses_with(old, cloned[embedding])
-    model.graph.inputs.remove(old)
-    model.graph.inputs.insert(0, ids)
-
-
 def static_batch_one(model: ir.Model) -> None:
     """Name the axes of inputs and outputs in this project's letters; the batch is 1 by design."""
     for value in [*model.graph.inputs, *model.graph.outputs]:
@@ -206,7 +161,8 @@ def static_batch_one(model: ir.Model) -> None:
 # --- small helpers -------------------------------------------------------------------------------------------------
 
 
-def _graph_input(model: ir.Model, name: str) -> ir.Value:
+def graph_input(model: ir.Model, name: str) -> ir.Value:
+    """An input by name. Raises ModelError."""
     for value in model.graph.inputs:
         if value.name == name:
             return value
@@ -220,7 +176,8 @@ def _graph_output(model: ir.Model, name: str) -> ir.Value:
     raise ModelError(f"the exported graph has no output {name!r}; the model builder's version is not the tested one")
 
 
-def _lm_head(model: ir.Model) -> ir.Node:
+def lm_head(model: ir.Model) -> ir.Node:
+    """The matrix product that the logits come from. Raises ModelError."""
     node = _graph_output(model, "logits").producer()
     while node is not None and node.op_type not in ("MatMul", "MatMulNBits"):
         node = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
@@ -256,42 +213,6 @@ def _residual_into(norm: ir.Node) -> ir.Value:
     return residual
 
 
-def _upstream(value: ir.Value) -> list[ir.Node]:
-    """The nodes that `value` is computed from, producers first."""
-    node = value.producer()
-    if node is None:
-        return []
-    found = []
-    for source in node.inputs:
-        if source is not None:
-            found += [upstream for upstream in _upstream(source) if upstream not in found]
-    return [*found, node]
-
-
-def _clone(node: ir.Node, cloned: dict[ir.Value, ir.Value], model: ir.Model) -> ir.Node:
-    inputs = []
-    for source in node.inputs:
-        if source is not None and source not in cloned:
-            if source.const_value is None:
-                raise ModelError(f"the embedding lookup reads {source.name}, which is not a weight; not supported")
-            copy = ir.Value(name=source.name, shape=source.shape, type=source.type, const_value=source.const_value)
-            model.graph.register_initializer(copy)
-            cloned[source] = copy
-        inputs.append(None if source is None else cloned[source])
-    made = ir.node(
-        node.op_type,
-        inputs,
-        attributes=dict(node.attributes),
-        domain=node.domain,
-        name=node.name,
-        num_outputs=len(node.outputs),
-    )
-    for old, new in zip(node.outputs, made.outputs, strict=True):
-        new.name = old.name
-        cloned[old] = new
-    return made
-
-
 def _named(node: ir.Node) -> ir.Node:
     """Name the node's only output after it."""
     node.outputs[0].name = f"{node.name}/output_0"
@@ -304,7 +225,8 @@ def _set_input(node: ir.Node, index: int, value: ir.Value) -> None:
     node.replace_input_with(index, value)
 
 
-def _constant(model: ir.Model, name: str, values: list[int]) -> ir.Value:
+def constant(model: ir.Model, name: str, values: list[int]) -> ir.Value:
+    """An int64 vector as an initializer, made once per name."""
     existing = model.graph.initializers.get(name)
     if existing is not None:
         return existing

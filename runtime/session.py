@@ -6,22 +6,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
-import numpy as np
-
 from elsi_edge.artifacts import Precision
-from elsi_edge.bundle import DRAFT_VOCAB_FILE, Bundle
+from elsi_edge.bundle import Bundle
 from elsi_edge.errors import BundleError, PromptError, UsageError
 from elsi_edge.machine import cores
 from elsi_edge.runtime.answer import Answer, TokenStream
 from elsi_edge.runtime.decode import Plan, Round, rounds
-from elsi_edge.runtime.draft import OrtDraft
+from elsi_edge.runtime.engines import BundleEngines, Engine
 from elsi_edge.runtime.memory import peak_resident_bytes
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
-from elsi_edge.runtime.ort import open_session, resolve_provider
-from elsi_edge.runtime.proposal import DraftProposer, Proposer
+from elsi_edge.runtime.ort import resolve_provider
 from elsi_edge.runtime.result import FinishReason, GenerationEvent, GenerationResult, Timings
 from elsi_edge.runtime.sampling import choose, is_greedy
-from elsi_edge.runtime.target import OrtTarget, Target
 from elsi_edge.text import TextCodec
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
@@ -41,15 +37,6 @@ class Codec(Protocol):
     def encode_chat(self, messages: Sequence[Message], *, limit: int | None = None) -> list[int]: ...
     def encode_raw(self, text: str, *, limit: int | None = None) -> list[int]: ...
     def stream(self) -> TokenStream: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """A target with what proposes for it, ready to run."""
-
-    target: Target
-    proposer: Proposer | None
-    trees: bool  # whether it can verify a tree
 
 
 @dataclass(kw_only=True)
@@ -82,7 +69,7 @@ class Session:
         self,
         *,
         codec: Codec,
-        engines: "Mapping[bool, Engine] | _Engines",
+        engines: Mapping[bool, Engine] | BundleEngines,
         precision: Precision,
         context: int,
         settings: SessionSettings,
@@ -95,13 +82,13 @@ class Session:
 
     @classmethod
     def open(cls, bundle: Path | str, settings: SessionSettings | None = None) -> Self:
-        """Check a bundle and open it; graphs are loaded when first used. Raises BundleError, ProviderError, UsageError."""
+        """Check a bundle and open it; graphs load when first used. Raises BundleError, ProviderError, UsageError."""
         settings = settings or SessionSettings()
         resolve_provider(settings.provider)
         loaded = Bundle.load(Path(bundle))
         return cls(
             codec=TextCodec.open(loaded.directory),
-            engines=_Engines(loaded, settings),
+            engines=BundleEngines(loaded, settings),
             precision=loaded.manifest.precision,
             context=loaded.manifest.context,
             settings=settings,
@@ -275,57 +262,3 @@ class Session:
         if options.exact:
             return True, "bit-identical to plain decoding"
         return False, "equal to plain decoding up to kernel noise"
-
-
-class _Engines:
-    """Opens the engine of a mode when it is first asked for; one at a time stays loaded."""
-
-    def __init__(self, bundle: Bundle, settings: SessionSettings) -> None:
-        self._bundle, self._settings = bundle, settings
-        self._draft: DraftProposer | None = None
-        self._loaded: tuple[str, Engine] | None = None
-
-    def __getitem__(self, exact: bool) -> Engine:
-        manifest = self._bundle.manifest
-        chain = exact and "target-chain" in manifest.graphs
-        role: Literal["target-chain", "target-tree"] = "target-chain" if chain else "target-tree"
-        if self._loaded is None or self._loaded[0] != role:
-            self._loaded = None  # its memory is given back before the other graph is loaded
-            session = open_session(self._bundle.graph(role), self._settings)
-            target = OrtTarget(session, shape=manifest.shape, tap_width=manifest.tap_width)
-            self._loaded = (role, Engine(target=target, proposer=self._proposer(), trees=not chain))
-        return self._loaded[1]
-
-    def _proposer(self) -> DraftProposer | None:
-        config = self._bundle.manifest.draft
-        if config is None:
-            return None
-        if self._draft is None:
-            self._draft = DraftProposer(
-                OrtDraft(
-                    open_session(self._bundle.graph("draft"), self._settings),
-                    open_session(self._bundle.graph("projection"), self._settings),
-                    config=config,
-                    draft_to_target_ids=_draft_vocabulary(self._bundle),
-                )
-            )
-        return self._draft
-
-
-def _draft_vocabulary(bundle: Bundle) -> "np.ndarray[tuple[int, ...], np.dtype[np.int64]]":
-    config = bundle.manifest.draft
-    assert config is not None
-    path = bundle.directory / DRAFT_VOCAB_FILE
-    if not path.is_file():
-        raise BundleError(f"bundle {bundle.directory}: {DRAFT_VOCAB_FILE} is missing; export it again")
-    ids = np.load(path, allow_pickle=False)
-    if ids.dtype != np.int64 or ids.shape != (config.draft_vocab_size,):
-        raise BundleError(
-            f"{path} is {ids.dtype} {list(ids.shape)}, the manifest says int64 [{config.draft_vocab_size}]; "
-            "export again"
-        )
-    if ids.min() < 0 or ids.max() >= config.target_vocab_size:
-        raise BundleError(
-            f"{path} names ids beyond the target's vocabulary of {config.target_vocab_size}; export again"
-        )
-    return np.asarray(ids, np.int64)

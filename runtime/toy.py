@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from elsi_edge.artifacts import Precision
 from elsi_edge.errors import PromptError
+from elsi_edge.runtime.engines import Engine
 from elsi_edge.runtime.kv_cache import KvCache
 from elsi_edge.runtime.options import SessionSettings
 from elsi_edge.runtime.proposal import Proposer
-from elsi_edge.runtime.session import Engine, Session
+from elsi_edge.runtime.session import Session
 from elsi_edge.runtime.target import TargetStep
 from elsi_edge.runtime.tree import Tree, attention_bias
 from elsi_edge.stream import StreamDecoder, decode_all
@@ -158,7 +159,7 @@ def toy_session(
     precision: Precision = "fp32",
 ) -> Session:
     """A session over a toy, as if it came from a bundle of this precision and context (tokens)."""
-    engine = Engine(target=target, proposer=proposer, trees=True)
+    engine = Engine(target=target, proposer=proposer)
     return Session(
         codec=codec,
         engines={True: engine, False: engine},

@@ -39,7 +39,9 @@ class Alphabet:
 
 def alphabet_session(proposer: Alphabet | None, *, context: int = 4096) -> Session:
     def logits(last: tuple[int, ...]) -> NDArray[np.float32]:
-        return np.eye(V, dtype=np.float32)[(last[-1] + 1) % V]
+        row = np.zeros(V, np.float32)
+        row[(last[-1] + 1) % V] = 1.0
+        return row
 
     codec = ToyCodec([*LETTERS], eos_ids=())
     return toy_session(ToyTarget(logits, vocab_size=V), proposer, codec=codec, context=context)

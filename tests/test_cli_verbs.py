@@ -24,6 +24,7 @@ from elsi_edge.runtime.result import GenerationEvent
 from elsi_edge.runtime.session import DEFAULT_DRAFT_NODES, Session
 from tests.cli_run import Run, one_line
 from tests.conftest import TinyModel
+from tests.test_boundaries import python
 
 PROMPT = "Marn keeps a small ferry"
 
@@ -144,7 +145,7 @@ def test_generate_bad_input(
 def test_a_broken_bundle_is_one_line_in_every_verb(run: Run, tiny_bundle: Callable[..., Path], tmp_path: Path) -> None:
     good = tiny_bundle("int4")
 
-    def broken(name: str, change: Callable[[Path], None]) -> Path:
+    def broken(name: str, change: Callable[[Path], object]) -> Path:
         shutil.copytree(good, tmp_path / name)
         change(tmp_path / name)
         return tmp_path / name
@@ -201,6 +202,11 @@ def raise_interrupt() -> None:
 
 def press() -> None:
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def press_twice() -> None:
+    press()
+    press()
 
 
 def test_an_interrupted_answer_keeps_its_text(
@@ -281,7 +287,7 @@ def test_ctrl_c_twice_or_at_the_prompt_leaves(
     assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
     monkeypatch.undo()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Once\n")))
-    stopping(monkeypatch, 2, lambda: (press(), press())[0])
+    stopping(monkeypatch, 2, press_twice)
     assert run("chat", tiny_bundle("fp32"), stdin=b"Once\n").code == 130
 
 
@@ -464,6 +470,21 @@ def test_bench_bad_input(run: Run, tiny_bundle: Callable[..., Path], tmp_path: P
     one_line(run("bench", tiny_bundle("int4"), "--draft-nodes", 16), 2, "at most 15", "--no-exact")
     one_line(run("bench", bundle, "--provider", "cuda"), 1, "CUDAExecutionProvider", "pip install")
     one_line(run("bench", without_draft(bundle, tmp_path / "plain")), 1, "no draft", "generate --plain")
+
+
+def test_a_device_runs_every_verb_without_the_build_extra(tiny_bundle: Callable[..., Path]) -> None:
+    bundle = str(tiny_bundle("int4"))
+    verbs = [
+        ["generate", bundle, "Once", "--max-tokens", "3"],
+        ["bench", bundle, "--limit", "1", "--max-tokens", "3", "--json"],
+        ["inspect", bundle, "--json"],
+        ["chat", bundle, "--max-tokens", "3"],
+    ]
+    done = python(
+        f"import io\nsys.stdin = io.TextIOWrapper(io.BytesIO(b'Once\\n'))\nfrom elsi_edge.cli import main\n"
+        f"for verb in {verbs!r}:\n try: main(verb)\n except SystemExit as end: assert end.code == 0, verb\n"
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # --- where a bundle is asked for -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Each family that export accepts, as a tiny random model: the export's own parity check compares every graph with torch.
+"""Each family that export accepts, as a tiny random model: export's own parity check compares every graph with torch.
 
 That check covers logits, taps, a tree with branches against its paths, several rows with a past, and for int4 and int8
 that the chain form gives one row and several the same bits.

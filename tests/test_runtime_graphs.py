@@ -16,10 +16,11 @@ from elsi_edge.runtime import draft as draft_module
 from elsi_edge.runtime import kv_cache
 from elsi_edge.runtime import target as target_module
 from elsi_edge.runtime.draft import OrtDraft
+from elsi_edge.runtime.engines import Engine
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
 from elsi_edge.runtime.ort import open_session
 from elsi_edge.runtime.proposal import DraftProposer, TreeShape
-from elsi_edge.runtime.session import Engine, Session
+from elsi_edge.runtime.session import Session
 from elsi_edge.runtime.target import OrtTarget
 from elsi_edge.runtime.tree import ROOT, Tree, best_first
 from tests.toy_proposers import Endless, LiarProposer, NoisyProposer, OracleProposer, Scripted
@@ -241,7 +242,7 @@ def with_proposer(session: Session, proposer: Scripted, *, exact: bool = True) -
     engine = session.engine(exact=exact)
     return Session(
         codec=session.codec,
-        engines={exact: Engine(target=engine.target, proposer=proposer, trees=engine.trees)},
+        engines={exact: Engine(target=engine.target, proposer=proposer)},
         precision=session.precision,
         context=session.context,
         settings=session.settings,

@@ -1,5 +1,6 @@
 """`elsi-edge bench`: plain and speculative decoding of the same prompts, and whether they say the same."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,7 +63,7 @@ def bench(
         common.emit_json({**report.to_json(), **details})
     else:
         _show(report, details)
-        common.next_command(f"elsi-edge chat {bundle}")
+        common.next_command(f"elsi-edge chat {shlex.quote(bundle)}")
     failed = not report.identical and report.answers[0].speculative.exact
     if failed:
         common.note(_difference(report))

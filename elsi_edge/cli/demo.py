@@ -2,6 +2,7 @@
 
 import json as json_format
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -45,12 +46,13 @@ def demo(
             "this installation has no packaged draft, which the demo needs; make one with: elsi-edge calibrate, "
             "distill and train"
         )
-    bundles = {name: _bundle(name, directory, config) for name in precisions}
+    bundles: dict[str, Path] = {name: _bundle(name, directory, config) for name in precisions}
     selection = config.selection
     if not json:
         _show_selection(selection)
         _show_sizes(bundles)
-    reports, codes = {}, []
+    reports: dict[str, dict[str, Any]] = {}
+    codes: list[int] = []
     for name in precisions:
         code, report = _bench(bundles[name], max_tokens, threads)
         codes.append(code)
@@ -60,7 +62,7 @@ def demo(
     else:
         _show_answers(reports[precisions[0]])
         _show_figures(reports)
-        common.next_command(f"elsi-edge chat {bundles[precisions[0]]}")
+        common.next_command(f"elsi-edge chat {shlex.quote(str(bundles[precisions[0]]))}")
     if any(codes):
         raise typer.Exit(max(codes))
 

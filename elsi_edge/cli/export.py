@@ -71,21 +71,9 @@ def export(
     _require_place(target, force=force)
     if not plain_only:
         selection, origin = _selection(wanted_taps, m, source, place, loaded)
-        if m is not None and selection.m != m:
-            from elsi_edge.errors import UsageError
-
-            raise UsageError(
-                f"--m is {m}, but {origin} has m = {selection.m} ({selection.describe()}); drop one of them"
-            )
-        if loaded is not None:
-            from elsi_edge.export.pipeline import same_selection_or_explain
-
-            same_selection_or_explain(selection, loaded[1], model=model, draft_path=loaded[0])
+        _require_agreement(selection, origin, m, model, loaded)
         common.note(f"taps: {selection.describe()}, from {origin}")
-        if loaded is not None:
-            common.note(f"draft: {loaded[0]}")
-        else:
-            common.note("there is no draft yet, so this bundle is plain-only")
+        common.note(f"draft: {loaded[0]}" if loaded else "there is no draft yet, so this bundle is plain-only")
     manifest = _export(source, target, precision, context, loaded, force=force)
     _report(manifest, target, json=json)
     _say_next(manifest, model, target, place, work)
@@ -219,6 +207,22 @@ def _selection(
         model=source.reference,
     )
     return chosen, f"--layers {wanted if isinstance(wanted, str) else ','.join(map(str, wanted))}"
+
+
+def _require_agreement(
+    selection: "LayerSelection", origin: str, m: int | None, model: str, loaded: "tuple[Path, LoadedDraft] | None"
+) -> None:
+    """Raise UsageError when --m and the selection differ, DraftError when the selection and the draft do."""
+    from elsi_edge.errors import UsageError
+    from elsi_edge.export.pipeline import same_selection_or_explain
+
+    if m is not None and selection.m != m:
+        raise UsageError(
+            f"--m is {m}, but {origin} has m = {selection.m} ({selection.describe()}); leave --m out, or choose and "
+            f"train anew, beginning with: elsi-edge calibrate {shlex.quote(model)} --m {m}"
+        )
+    if loaded is not None:
+        same_selection_or_explain(selection, loaded[1], model=model, draft_path=loaded[0])
 
 
 def _calibrate(source: "SourceModel", m: int | None, place: "WorkDir") -> "LayerSelection":

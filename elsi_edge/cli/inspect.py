@@ -1,5 +1,6 @@
 """`elsi-edge inspect`: what an artefact is, whichever stage made it."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -93,6 +94,7 @@ def _bundle(directory: Path) -> dict[str, Any]:
     sizes = components(manifest)
     selection = manifest.selection
     draft = manifest.draft
+    place = shlex.quote(str(directory))
     return {
         "kind": "bundle",
         "path": str(directory),
@@ -117,9 +119,7 @@ def _bundle(directory: Path) -> dict[str, Any]:
         "target_fingerprint": manifest.target_fingerprint,
         "created_by": manifest.created_by,
         "format_version": manifest.format_version,
-        "next": f"elsi-edge bench {directory}"
-        if draft is not None
-        else f"elsi-edge generate {directory} 'Hello' --plain",
+        "next": f"elsi-edge bench {place}" if draft is not None else f"elsi-edge generate {place} 'Hello' --plain",
     }
 
 
@@ -204,7 +204,7 @@ def _model(reference: str) -> dict[str, Any]:
         "shape": _shape_values(source.shape),
         "notes": source.notes,
         "target_fingerprint": source.fingerprint,
-        "next": f"elsi-edge calibrate {reference}",
+        "next": f"elsi-edge calibrate {shlex.quote(reference)}",
     }
 
 

@@ -1,0 +1,89 @@
+"""The embedding table: stored once, read by the target's lookup, its lm_head and the draft."""
+
+import onnx_ir as ir
+
+from elsi_edge.errors import ModelError
+from elsi_edge.export import surgery
+
+
+def share_embedding(model: ir.Model, *, bits: int, block: int, vocab_size: int, width: int) -> bool:
+    """Let a tied embedding read the lm_head's quantised blocks instead of its own float table.
+
+    Returns whether anything changed. The builder does this for int4 only.
+    """
+    gathers = [
+        n for n in model.graph if n.op_type == "Gather" and n.inputs[1] is surgery.graph_input(model, "input_ids")
+    ]
+    head = surgery.lm_head(model)
+    if not gathers or head.op_type != "MatMulNBits":
+        return False
+    weight, scales = head.inputs[1], head.inputs[2]
+    shape = surgery.constant(model, "/embed/shape", [vocab_size, width * bits // 8])
+    reshape = ir.node("Reshape", [weight, shape], name="/embed/Reshape")
+    lookup = ir.node(
+        "GatherBlockQuantized",
+        [reshape.outputs[0], gathers[0].inputs[1], scales],
+        attributes={"bits": bits, "block_size": block, "gather_axis": 0, "quantize_axis": 1},
+        domain="com.microsoft",
+        name="/embed/GatherBlockQuantized",
+    )
+    reshape.outputs[0].name = "/embed/Reshape/output_0"
+    lookup.outputs[0].name = "/embed/GatherBlockQuantized/output_0"
+    table, old = gathers[0].inputs[0], gathers[0].outputs[0]
+    model.graph.insert_before(gathers[0], [reshape, lookup])
+    ir.convenience.replace_all_uses_with(old, lookup.outputs[0])
+    model.graph.remove(gathers[0], safe=True)
+    if table is not None and table.name is not None and not table.uses():
+        model.graph.initializers.pop(table.name, None)
+    return True
+
+
+def embed_with(model: ir.Model, target: ir.Model, name: str) -> None:
+    """Replace the input `name` of a draft by the target's own lookup of `input_ids` (its tap 0); weights are shared."""
+    embedding = surgery.residuals(target)[0]
+    cloned: dict[ir.Value, ir.Value] = {}
+    ids = ir.Value(name="input_ids", shape=ir.Shape([1, "T"]), type=ir.TensorType(ir.DataType.INT64))
+    cloned[surgery.graph_input(target, "input_ids")] = ids
+    nodes = [_clone(node, cloned, model) for node in _upstream(embedding)]
+    old = surgery.graph_input(model, name)
+    first = next(iter(model.graph))
+    model.graph.insert_before(first, nodes)
+    ir.convenience.replace_all_uses_with(old, cloned[embedding])
+    model.graph.inputs.remove(old)
+    model.graph.inputs.insert(0, ids)
+
+
+def _upstream(value: ir.Value) -> list[ir.Node]:
+    """The nodes that `value` is computed from, producers first."""
+    node = value.producer()
+    if node is None:
+        return []
+    found = []
+    for source in node.inputs:
+        if source is not None:
+            found += [upstream for upstream in _upstream(source) if upstream not in found]
+    return [*found, node]
+
+
+def _clone(node: ir.Node, cloned: dict[ir.Value, ir.Value], model: ir.Model) -> ir.Node:
+    inputs = []
+    for source in node.inputs:
+        if source is not None and source not in cloned:
+            if source.const_value is None:
+                raise ModelError(f"the embedding lookup reads {source.name}, which is not a weight; not supported")
+            copy = ir.Value(name=source.name, shape=source.shape, type=source.type, const_value=source.const_value)
+            model.graph.register_initializer(copy)
+            cloned[source] = copy
+        inputs.append(None if source is None else cloned[source])
+    made = ir.node(
+        node.op_type,
+        inputs,
+        attributes=dict(node.attributes),
+        domain=node.domain,
+        name=node.name,
+        num_outputs=len(node.outputs),
+    )
+    for old, new in zip(node.outputs, made.outputs, strict=True):
+        new.name = old.name
+        cloned[old] = new
+    return made

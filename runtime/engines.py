@@ -1,0 +1,77 @@
+"""A bundle's graphs as engines of the loop, loaded when first used."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elsi_edge.bundle import DRAFT_VOCAB_FILE, Bundle
+from elsi_edge.errors import BundleError
+from elsi_edge.runtime.draft import OrtDraft
+from elsi_edge.runtime.options import SessionSettings
+from elsi_edge.runtime.ort import open_session
+from elsi_edge.runtime.proposal import DraftProposer, Proposer
+from elsi_edge.runtime.target import OrtTarget, Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A target with what proposes for it, ready to run."""
+
+    target: Target
+    proposer: Proposer | None
+
+
+class BundleEngines:
+    """Opens the engine of a mode when it is first asked for; one at a time stays loaded."""
+
+    def __init__(self, bundle: Bundle, settings: SessionSettings) -> None:
+        self._bundle, self._settings = bundle, settings
+        self._draft: DraftProposer | None = None
+        self._loaded: tuple[str, Engine] | None = None
+
+    def __getitem__(self, exact: bool) -> Engine:
+        manifest = self._bundle.manifest
+        chain = exact and "target-chain" in manifest.graphs
+        role: Literal["target-chain", "target-tree"] = "target-chain" if chain else "target-tree"
+        if self._loaded is None or self._loaded[0] != role:
+            self._loaded = None  # its memory is given back before the other graph is loaded
+            session = open_session(self._bundle.graph(role), self._settings)
+            target = OrtTarget(session, shape=manifest.shape, tap_width=manifest.tap_width)
+            self._loaded = (role, Engine(target=target, proposer=self._proposer()))
+        return self._loaded[1]
+
+    def _proposer(self) -> DraftProposer | None:
+        config = self._bundle.manifest.draft
+        if config is None:
+            return None
+        if self._draft is None:
+            self._draft = DraftProposer(
+                OrtDraft(
+                    open_session(self._bundle.graph("draft"), self._settings),
+                    open_session(self._bundle.graph("projection"), self._settings),
+                    config=config,
+                    draft_to_target_ids=_draft_vocabulary(self._bundle),
+                )
+            )
+        return self._draft
+
+
+def _draft_vocabulary(bundle: Bundle) -> NDArray[np.int64]:
+    config = bundle.manifest.draft
+    assert config is not None
+    path = bundle.directory / DRAFT_VOCAB_FILE
+    if not path.is_file():
+        raise BundleError(f"bundle {bundle.directory}: {DRAFT_VOCAB_FILE} is missing; export it again")
+    ids = np.load(path, allow_pickle=False)
+    if ids.dtype != np.int64 or ids.shape != (config.draft_vocab_size,):
+        raise BundleError(
+            f"{path} is {ids.dtype} {list(ids.shape)}, the manifest says int64 [{config.draft_vocab_size}]; "
+            "export again"
+        )
+    if ids.min() < 0 or ids.max() >= config.target_vocab_size:
+        raise BundleError(
+            f"{path} names ids beyond the target's vocabulary of {config.target_vocab_size}; export again"
+        )
+    return np.asarray(ids, np.int64)
