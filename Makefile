@@ -1,5 +1,6 @@
 # make demo   set up .venv and run the main job
 # make test   set up .venv, then lint, types and tests
+# make slow   the tests on the real model: calibrate, export, the same tokens, distill and train for a few steps
 # make clean  remove everything that make made
 #
 # PYTHON=python3.12 picks the interpreter; PIP_ARGS passes options on to pip, for example torch's CPU index:
@@ -11,7 +12,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 BUILTIN := smollm2-135m-instruct
 
-.PHONY: setup demo test lint types model clean
+.PHONY: setup demo test slow lint types model clean
 
 setup: $(STAMP)
 
@@ -27,6 +28,9 @@ demo: setup
 
 test: lint types model
 	$(BIN)/python -m pytest -q
+
+slow: model
+	$(BIN)/python -m pytest -q -m slow
 
 lint: setup
 	$(BIN)/ruff check .
