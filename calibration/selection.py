@@ -92,7 +92,8 @@ def eagle3_taps(blocks: int) -> tuple[int, int, int]:
     """EAGLE-3's low, middle and high taps, {2, n/2, n-3} (Li et al. 2025). Raises SelectionError for shallow models."""
     if blocks < EAGLE3_MIN_BLOCKS:
         raise SelectionError(
-            f"the rule eagle3 needs at least {EAGLE3_MIN_BLOCKS} blocks, the model has {blocks}; use elsi or --taps"
+            f"the rule eagle3 needs at least {EAGLE3_MIN_BLOCKS} blocks, the model has {blocks}; "
+            "choose with elsi, or name the taps"
         )
     return (2, blocks // 2, blocks - 3)
 

@@ -12,7 +12,7 @@ from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.errors import DraftError, UsageError
 from elsi_edge.export import builder, draft_graph, parity, target
 from elsi_edge.fsio import require_free
-from elsi_edge.models import SourceModel
+from elsi_edge.models import SourceModel, read_source
 from elsi_edge.text import TextCodec
 
 _BYTES_PER_WEIGHT = {"int4": 4.5 / 8, "int8": 9 / 8, "fp32": 4.0}  # scales included
@@ -85,6 +85,7 @@ def export_bundle(
             selection=selection,
             draft=None if draft is None else draft.config,
             quantisation=builder.quantisation(settings.precision),
+            licence=str(read_source(source.directory).get("licence", "unknown")),
         )
         say("checking the graphs against the source model")
         measured: dict[str, Any] = parity.check(writer.directory, manifest, source, draft)

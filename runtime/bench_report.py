@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from elsi_edge.artifacts import to_plain
+from elsi_edge.loops import is_looping
 from elsi_edge.runtime.result import GenerationResult
 
-_GRAM = 4  # tokens
 _CARRIED = 0.9  # a speed-up that falls below this share of itself without looping answers was carried by them
 
 
@@ -107,12 +107,6 @@ class BenchReport:
             "categories": {name: _category(group) for name, group in by_category(self.answers).items()},
             "prompts": [_answer_json(answer) for answer in self.answers],
         }
-
-
-def is_looping(token_ids: Sequence[int]) -> bool:
-    """Whether fewer than half of an answer's 4-grams are distinct; such answers are easy to draft."""
-    grams = [tuple(token_ids[i : i + _GRAM]) for i in range(len(token_ids) - _GRAM + 1)]
-    return len(set(grams)) * 2 < len(grams)
 
 
 def summarise(answers: Sequence[BenchAnswer]) -> BenchReport:

@@ -11,11 +11,11 @@ from safetensors.numpy import load_file
 from elsi_edge.draft.answers import AnswerLog, read_answers
 from elsi_edge.draft.data import ShardSet
 from elsi_edge.draft.distill import distill
-from elsi_edge.draft.loops import loop_start
 from elsi_edge.draft.settings import DistillSettings
 from elsi_edge.draft.shards import ANSWERS, ShardManifest, verify_shards
 from elsi_edge.draft.vocab import choose_vocab, target_to_draft
 from elsi_edge.errors import DataError, SelectionError, StorageError
+from elsi_edge.loops import loop_start
 from tests import draft_toy as toy
 
 SETTINGS = DistillSettings(max_tokens=20, shard_tokens=60, temperatures=(0.0,))

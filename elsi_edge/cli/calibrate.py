@@ -75,9 +75,7 @@ def calibrate(
     if plot is not None:
         save_wave(selection, plot)
     _report(selection, file, json=json)
-    common.next_command(
-        f"elsi-edge distill {shlex.quote(model)}" + (f" --work {shlex.quote(str(work))}" if work else "")
-    )
+    common.next_command(_next(selection, model) + (f" --work {shlex.quote(str(work))}" if work else ""))
 
 
 def _taps(text: str) -> tuple[int, ...]:
@@ -87,6 +85,17 @@ def _taps(text: str) -> tuple[int, ...]:
         return tuple(sorted(int(part) for part in text.split(",")))
     except ValueError as error:
         raise UsageError(f"--taps {text!r} is no list of numbers; write it like 2,15,27") from error
+
+
+def _next(selection: "LayerSelection", model: str) -> str:
+    """Export when a packaged draft fits the choice, else the first step to one."""
+    from elsi_edge.packaged import packaged_config
+
+    config = packaged_config()
+    fits = config is not None and config.target_fingerprint == selection.target_fingerprint
+    if config is not None and fits and config.selection.same_taps(selection):
+        return f"elsi-edge export {shlex.quote(model)} --layers auto --m {selection.m}"
+    return f"elsi-edge export {shlex.quote(model)} --plain-only"
 
 
 def _report(selection: "LayerSelection", file: Path, *, json: bool) -> None:

