@@ -23,9 +23,9 @@ SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def quantisation(precision: Precision) -> dict[str, Any]:
-    """The recipe that the manifest records; empty for fp32."""
+    """The recipe that the manifest records."""
     if precision == "fp32":
-        return {}
+        return {"operator": "MatMul", "bits": 32}
     bits = 4 if precision == "int4" else 8
     return {"operator": "MatMulNBits", "bits": bits, "block": BLOCK, "symmetric": True, "accuracy_level": 4}
 

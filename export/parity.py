@@ -76,7 +76,13 @@ class _Sums:
         self.predicted += len(ids) - 1
 
 
-def check(directory: Path, manifest: BundleManifest, source: SourceModel, draft: LoadedDraft | None) -> dict[str, Any]:
+def check(
+    directory: Path,
+    manifest: BundleManifest,
+    source: SourceModel,
+    draft: LoadedDraft | None,
+    draft_precision: Precision,
+) -> dict[str, Any]:
     """Compare every graph of a bundle being made with torch. Raises ParityError naming the output and both numbers.
 
     Returns what was measured, for the manifest: relative error, agreement of the most likely token and perplexity
@@ -118,7 +124,7 @@ def check(directory: Path, manifest: BundleManifest, source: SourceModel, draft:
         _check_chain(_open_target(directory, manifest, "target-chain"), ids)
         measured["chain_bit_identical"] = True
     if draft is not None:
-        measured |= _check_draft(directory, manifest, reference, draft, ids, state_limit)
+        measured |= _check_draft(directory, manifest, reference, draft, ids, MAX_STATE_ERROR[draft_precision])
     return measured
 
 

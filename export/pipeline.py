@@ -1,7 +1,7 @@
 """From a source model, and a draft if there is one, to a bundle that was checked before it appeared."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,17 @@ from elsi_edge.text import TextCodec
 _BYTES_PER_WEIGHT = {"int4": 4.5 / 8, "int8": 9 / 8, "fp32": 4.0}  # scales included
 
 
+# The draft only proposes, so its precision never changes tokens; at fp32 its weights would take four times as long to
+# read for the same proposals.
+DRAFT_PRECISION: Mapping[Precision, Precision] = {"fp32": "int8", "int8": "int8", "int4": "int4"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings:
     """How a bundle is made."""
 
     precision: Precision = "int4"
+    draft_precision: Precision | None = None  # None = DRAFT_PRECISION of the target's
     context: int | None = None  # tokens; None = the model's own limit
     replace: bool = False  # an existing bundle at the same place
 
@@ -42,6 +48,7 @@ def export_bundle(
     graph does not compute what the source computes, StorageError; in each case nothing is left at `out`.
     """
     builder.require_supported(source.shape)
+    draft_precision = settings.draft_precision or DRAFT_PRECISION[settings.precision]
     context = _context(source, settings)
     codec = TextCodec.from_model_dir(source.directory)
     if draft is not None:
@@ -69,7 +76,7 @@ def export_bundle(
         if draft is not None:
             say("adding the draft")
             graphs |= draft_graph.write_draft(
-                writer.directory, draft, base=writer.directory / "base.onnx", precision=settings.precision
+                writer.directory, draft, base=writer.directory / "base.onnx", precision=draft_precision
             )
         shutil.rmtree(work)
         (writer.directory / "base.onnx").unlink()
@@ -84,11 +91,14 @@ def export_bundle(
             graphs={str(role): name for role, name in graphs.items()},
             selection=selection,
             draft=None if draft is None else draft.config,
-            quantisation=builder.quantisation(settings.precision),
+            quantisation={
+                "target": builder.quantisation(settings.precision),
+                "draft": None if draft is None else builder.quantisation(draft_precision),
+            },
             licence=str(read_source(source.directory).get("licence", "unknown")),
         )
         say("checking the graphs against the source model")
-        measured: dict[str, Any] = parity.check(writer.directory, manifest, source, draft)
+        measured: dict[str, Any] = parity.check(writer.directory, manifest, source, draft, draft_precision)
         return writer.finish(BundleManifest(**{**manifest.__dict__, "parity": measured}))
 
 

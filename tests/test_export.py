@@ -27,12 +27,14 @@ def test_bundle_holds_what_its_precision_needs(tiny_bundle: MakeBundle, precisio
     assert set(manifest.graphs) == {"target-tree", "draft", "projection"} | exact
     assert manifest.selection is not None and manifest.draft is not None
     assert manifest.parity["tree_divergence_nats"] <= 4 * parity.MAX_DIVERGENCE[manifest.precision]
-    assert manifest.quantisation == {} or manifest.quantisation["block"] == 32
+    assert manifest.quantisation["target"].get("block") == (None if precision == "fp32" else 32)
+    assert manifest.quantisation["draft"]["bits"] == (4 if precision == "int4" else 8)
     assert "work" not in {name.split("/")[0] for name in manifest.files}
 
 
-def test_fp32_equals_torch(tiny_bundle: MakeBundle) -> None:
-    measured = Bundle.load(tiny_bundle("fp32")).manifest.parity
+def test_fp32_equals_torch(tiny_model: TinyModel, tmp_path: Path) -> None:
+    export_tiny(tiny_model, tmp_path / "bundle", draft_precision="fp32")
+    measured = Bundle.load(tmp_path / "bundle").manifest.parity
     assert measured["top1_agreement"] == 1.0
     assert measured["logits_relative_error"] < 1e-4
     assert measured["taps_relative_error"] < 1e-5

@@ -45,6 +45,10 @@ def export(
     precision: Annotated[
         Precision, typer.Option(help="Of the weights; int8 and int4 in blocks of 32 (MatMulNBits).")
     ] = "int4",
+    draft_precision: Annotated[
+        Precision | None,
+        typer.Option(help="Of the draft's weights, which never change tokens (default: int4 with int4, else int8)."),
+    ] = None,
     context: Annotated[
         int | None, typer.Option(help="Longest sequence, tokens (default: the model's own limit).")
     ] = None,
@@ -60,6 +64,8 @@ def export(
 
     wanted_taps = _layers(layers)
     require_build_extra("exporting a model")
+    from elsi_edge.export.pipeline import ExportSettings, export_bundle
+
     _require_m(m, None)
     source = resolve(model)
     for line in source.notes:
@@ -74,25 +80,11 @@ def export(
         _require_agreement(selection, origin, m, model, loaded)
         common.note(f"taps: {selection.describe()}, from {origin}")
         common.note(f"draft: {loaded[0]}" if loaded else "there is no draft yet, so this bundle is plain-only")
-    manifest = _export(source, target, precision, context, loaded, force=force)
+    settings = ExportSettings(precision=precision, draft_precision=draft_precision, context=context, replace=force)
+    with spinner() as say:
+        manifest = export_bundle(source, target, settings, draft=None if loaded is None else loaded[1], say=say)
     _report(manifest, target, json=json)
     _say_next(manifest, model, target, place, work)
-
-
-def _export(
-    source: "SourceModel",
-    out: Path,
-    precision: Precision,
-    context: int | None,
-    loaded: "tuple[Path, LoadedDraft] | None",
-    *,
-    force: bool,
-) -> "BundleManifest":
-    from elsi_edge.export.pipeline import ExportSettings, export_bundle
-
-    settings = ExportSettings(precision=precision, context=context, replace=force)
-    with spinner() as say:
-        return export_bundle(source, out, settings, draft=None if loaded is None else loaded[1], say=say)
 
 
 @contextlib.contextmanager
