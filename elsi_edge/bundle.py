@@ -42,9 +42,7 @@ class BundleManifest:
     graphs: Mapping[str, str]  # GraphRole -> file
     selection: LayerSelection | None = None  # None in a plain-only bundle
     draft: DraftConfig | None = None
-    quantisation: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # recipes of target and draft
+    quantisation: Mapping[str, Any] = field(default_factory=dict)  # recipes of target and draft
     parity: Mapping[str, Any] = field(default_factory=dict)  # what the check against the source measured
     licence: str = "unknown"  # of the source model
     files: Mapping[str, FileEntry] = field(default_factory=dict)

@@ -8,7 +8,9 @@ import codecs
 import hashlib
 import importlib.resources
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,15 @@ def builtin_calibration_prompts() -> list[PromptRow]:
     """The 256 calibration prompts that ship with elsi-edge; sources and licences in `elsi_edge/data/NOTICE.md`."""
     data = importlib.resources.files("elsi_edge.data").joinpath(_BUILTIN).read_bytes()
     return _parse(data, f"built-in {_BUILTIN}", plain=False)
+
+
+def spread_over_categories(rows: Sequence[PromptRow], count: int) -> list[PromptRow]:
+    """`count` rows, taken from the categories in turn, each category in the file's order."""
+    by_category: dict[str, list[PromptRow]] = defaultdict(list)
+    for row in rows:
+        by_category[row.category].append(row)
+    mixed = [row for layer in zip_longest(*by_category.values()) for row in layer if row is not None]
+    return mixed[:count]
 
 
 def prompts_sha256(rows: Sequence[PromptRow]) -> str:

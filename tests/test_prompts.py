@@ -6,7 +6,7 @@ import pytest
 
 from elsi_edge.artifacts import PromptRow
 from elsi_edge.errors import DataError
-from elsi_edge.prompts import builtin_calibration_prompts, prompts_sha256, read_prompts
+from elsi_edge.prompts import builtin_calibration_prompts, prompts_sha256, read_prompts, spread_over_categories
 
 
 def write(directory: Path, data: bytes, name: str = "p.jsonl") -> Path:
@@ -98,3 +98,9 @@ def test_the_shipped_prompts_and_their_notice() -> None:
     }
     counted = {source: sum(row.source == source for row in rows) for source in {row.source for row in rows}}
     assert table == counted, "NOTICE.md lists each source with the number of its rows"
+
+
+def test_a_limit_takes_from_each_category_in_turn() -> None:
+    rows = [PromptRow(id=f"{c}{n}", category=c, turns=("x",)) for c, n in (("a", 1), ("a", 2), ("b", 1), ("c", 1))]
+    assert [row.id for row in spread_over_categories(rows, 3)] == ["a1", "b1", "c1"]
+    assert [row.id for row in spread_over_categories(rows, 9)] == ["a1", "b1", "c1", "a2"]

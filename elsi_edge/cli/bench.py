@@ -22,7 +22,9 @@ def bench(
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts, .jsonl or .txt (default: 24 built-in ones of eight categories).")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts to take from the start (default: all).")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Prompts to take, from each category in turn (default: all).")
+    ] = None,
     draft_nodes: opt.DraftNodes = None,
     max_tokens: opt.MaxTokens = 128,
     repeats: Annotated[int, typer.Option(help="Times that each answer is given, plain and speculative.")] = 1,
@@ -41,7 +43,7 @@ def bench(
     from elsi_edge.bundle_ref import find_bundle
     from elsi_edge.cli import common
     from elsi_edge.packaged import builtin_bench_prompts
-    from elsi_edge.prompts import read_prompts
+    from elsi_edge.prompts import read_prompts, spread_over_categories
     from elsi_edge.runtime.bench import BenchSettings
     from elsi_edge.runtime.bench_report import summarise
     from elsi_edge.runtime.options import SessionSettings
@@ -49,7 +51,8 @@ def bench(
 
     settings = BenchSettings(max_tokens=max_tokens, draft_nodes=draft_nodes, exact=exact, repeats=repeats)
     settings.options(plain=False)  # values out of range are refused before anything is read
-    rows = (read_prompts(prompts) if prompts is not None else builtin_bench_prompts())[:limit]
+    rows = read_prompts(prompts) if prompts is not None else builtin_bench_prompts()
+    rows = rows if limit is None else spread_over_categories(rows, limit)
     found = find_bundle(bundle, work)
     session = Session.open(found.directory, SessionSettings(threads=threads, provider=provider))
     _require_draft(session, bundle)

@@ -3,9 +3,6 @@
 import argparse
 import json
 import platform
-from collections import defaultdict
-from collections.abc import Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +12,7 @@ from elsi_edge._version import __version__
 from elsi_edge.artifacts import PromptRow
 from elsi_edge.fsio import write_json
 from elsi_edge.machine import cores, cpu_name
-from elsi_edge.prompts import read_prompts
-
-
-def spread(rows: Sequence[PromptRow], count: int) -> list[PromptRow]:
-    """`count` rows, taken from the categories in turn, each category in the file's order."""
-    by_category: dict[str, list[PromptRow]] = defaultdict(list)
-    for row in rows:
-        by_category[row.category].append(row)
-    mixed = [row for layer in zip_longest(*by_category.values()) for row in layer if row is not None]
-    return mixed[:count]
+from elsi_edge.prompts import read_prompts, spread_over_categories
 
 
 def arguments(description: str, **numbers: int) -> argparse.Namespace:
@@ -40,7 +28,7 @@ def arguments(description: str, **numbers: int) -> argparse.Namespace:
 
 def prompts(options: argparse.Namespace, count: int) -> list[PromptRow]:
     """The prompts to use: spread over the categories."""
-    return spread(read_prompts(options.prompts), count)
+    return spread_over_categories(read_prompts(options.prompts), count)
 
 
 def save(path: Path, figures: dict[str, Any]) -> None:
