@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elsi_edge.errors import DataError, MissingExtraError, ModelError
+from elsi_edge.torch_model import load_causal_lm, load_config
 
 if TYPE_CHECKING:
     import torch
@@ -47,37 +48,15 @@ def load_target(directory: Path) -> "torch.nn.Module":
 
     float16 becomes float32: some models' states pass 65,504. Raises MissingExtraError, ModelError.
     """
-    try:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise MissingExtraError("calibrate", extra="build", module=error.name or "torch") from error
-    try:
-        config = AutoConfig.from_pretrained(directory)
-        _refuse_unsupported(config, None)
-        stored = getattr(config, "dtype", None)
-        dtype = torch.float32 if stored in (None, torch.float16) else stored
-        with _no_loading_bar():
-            loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, use_safetensors=True)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{directory}: cannot be loaded as a causal language model: {first}") from error
-    _refuse_unsupported(config, loaded)
-    model: torch.nn.Module = loaded.eval()
+    config = load_config(directory, feature="calibrate")
+    _refuse_unsupported(config, None)
+    import torch
+
+    stored = getattr(config, "dtype", None)
+    dtype = torch.float32 if stored in (None, torch.float16) else stored
+    model: torch.nn.Module = load_causal_lm(directory, feature="calibrate", dtype=dtype)
+    _refuse_unsupported(config, model)
     return model
-
-
-@contextlib.contextmanager
-def _no_loading_bar() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self, TypeVar, get_args
+from types import UnionType
+from typing import Any, Literal, Protocol, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,6 +159,7 @@ class DraftConfig:
     @classmethod
     def from_json(cls, value: Mapping[str, Any], source: str) -> Self:
         """Read what `to_json` wrote. Raises ConfigError naming `source` for anything else."""
+        _require(isinstance(value, Mapping), f"{source}: {_short(value)} where a draft's configuration is expected")
         _require(isinstance(value.get("selection"), Mapping), f"{source}: the key 'selection' is missing")
         selection = LayerSelection.from_json(value["selection"], source)
         return from_plain(cls, {**value, "selection": selection}, source, ignore=("format",))
@@ -221,6 +223,7 @@ def to_plain(value: Any) -> Any:
 
 def from_plain(cls: type[T], value: Mapping[str, Any], source: str, ignore: tuple[str, ...] = ()) -> T:
     """Build a dataclass from a mapping; lists become tuples. Raises ConfigError naming the key that is off."""
+    _require(isinstance(value, Mapping), f"{source}: {_short(value)} where an object is expected")
     known = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     given = {key: _tuples(item) for key, item in value.items() if key not in ignore}
     unknown = sorted(set(given) - set(known))
@@ -231,6 +234,9 @@ def from_plain(cls: type[T], value: Mapping[str, Any], source: str, ignore: tupl
         if name not in given and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
     _require(not missing, f"{source}: the key {missing[0] if missing else ''!r} is missing")
+    hints = get_type_hints(cls)
+    for name, item in given.items():
+        _require(_fits(item, hints[name]), f"{source}: the key {name!r} cannot be {_short(item)}")
     try:
         return cls(**given)
     except (TypeError, ValueError) as error:
@@ -241,6 +247,30 @@ def from_plain(cls: type[T], value: Mapping[str, Any], source: str, ignore: tupl
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of an annotated type, down to the items of tuples and mappings; floats must be finite."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return True
+    if origin is Literal:
+        return value in parts
+    if origin in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(item, parts[0]) for item in value)
+    if origin is not None:
+        return isinstance(value, Mapping) and all(_fits(item, parts[1]) for item in value.values())
+    if kind in (int, float):
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return whole or (kind is float and isinstance(value, float) and math.isfinite(value))
+    return isinstance(value, kind)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _require(condition: bool, message: str) -> None:

@@ -79,7 +79,22 @@ class BundleManifest:
             parts["selection"] = LayerSelection.from_json(parts["selection"], source)
         if parts.get("draft") is not None:
             parts["draft"] = DraftConfig.from_json(parts["draft"], source)
-        return from_plain(cls, parts, source, ignore=("format",))
+        manifest = from_plain(cls, parts, source, ignore=("format",))
+        _require_consistent(manifest, source)
+        return manifest
+
+
+def _require_consistent(manifest: BundleManifest, source: str) -> None:
+    """Raise ConfigError for parts that cannot belong to one bundle."""
+    draft, selection, limit = manifest.draft, manifest.selection, manifest.shape.context
+    if not 1 <= manifest.context <= limit:
+        raise ConfigError(f"{source}: the context is {manifest.context} tokens, the model's own limit {limit}")
+    if (draft is None) != (selection is None):
+        raise ConfigError(f"{source}: it has {'a selection' if draft is None else 'a draft'} alone, not both or none")
+    if draft is not None and selection is not None and not draft.selection.same_taps(selection):
+        raise ConfigError(
+            f"{source}: the selection is {selection.describe()}, the draft sees {draft.selection.describe()}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +142,7 @@ def read_manifest(directory: Path) -> BundleManifest:
     version = value.get("format_version")
     if version != FORMAT_VERSION:
         raise BundleError(
-            f"{path}: format version {version}, this elsi-edge {__version__} reads {FORMAT_VERSION}; "
+            f"{path}: format version {version!r}, this elsi-edge {__version__} reads {FORMAT_VERSION}; "
             "export again or use the version that wrote it"
         )
     try:

@@ -30,8 +30,13 @@ def find_bundle(reference: str, work: Path | None = None) -> BundleRef:
     base = WorkDir.for_model("model", work).root.parent
     found = [(path, manifest) for path, manifest in _bundles(base) if _names(manifest, reference)]
     if not found:
+        here = (
+            f"{given} is no bundle ({MANIFEST} is missing)"
+            if reference and given.is_dir()
+            else f"no bundle at {reference!r}"
+        )
         raise BundleError(
-            f"no bundle at {reference!r}, and {base} holds none for a model of that name; "
+            f"{here}, and {base} holds none for a model of that name; "
             f"make one with: elsi-edge export {reference or 'MODEL'}"
         )
     complete = [entry for entry in found if not entry[1].plain_only]

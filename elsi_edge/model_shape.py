@@ -5,6 +5,7 @@ Field names go through optimum's normalised configurations, so that a family's s
 class's default are transformers (and with it torch) imported.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def read_shape(directory: Path, config: Mapping[str, Any], tensors: Mapping[str,
         context=reader.number(*_CONTEXT),
         tied_embeddings=bool(reader.value("tie_word_embeddings")),
         rope_theta=theta,
-        norm_eps=float(reader.value(*_EPS)),
+        norm_eps=reader.positive(*_EPS),
     )
     return ReadShape(shape=shape, notes=notes)
 
@@ -95,6 +96,13 @@ class _Reader:
             )
         return found
 
+    def positive(self, *names: str) -> float:
+        """A number above 0."""
+        found = self.value(*names)
+        if not isinstance(found, (int, float)) or isinstance(found, bool) or not 0 < found < math.inf:
+            raise ModelError(f"{self.directory / 'config.json'}: {names[0]} is {found!r}, it must be a number above 0")
+        return float(found)
+
 
 def class_config(directory: Path) -> Any:
     """The configuration as transformers builds it, defaults filled in; imports torch. Raises ModelError."""
@@ -105,8 +113,8 @@ def class_config(directory: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         return config.get_text_config()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{directory / 'config.json'}: {_first_line(error)}") from error
+    except Exception as error:  # of several libraries, depending on what is odd
+        raise ModelError(f"{directory / 'config.json'}: {_in_one_line(error)}") from error
 
 
 def _normalised(family: str) -> Callable[[Any], Any]:
@@ -167,12 +175,12 @@ def _class_theta(config: Any) -> float | None:
     parameters = getattr(config, "rope_parameters", None)
     if isinstance(parameters, Mapping):
         values = [parameters, *(v for v in _full_attention_first(parameters) if isinstance(v, Mapping))]
-        found = next((v["rope_theta"] for v in values if v.get("rope_theta")), None)
-        if found is not None:
+        found = next((v["rope_theta"] for v in values if isinstance(v.get("rope_theta"), (int, float))), None)
+        if found:
             return float(found)
     value = getattr(config, "rope_theta", None)
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -12,6 +12,7 @@ from elsi_edge.artifacts import LayerSelection
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.draft.network import DraftCache, DraftNetwork
 from elsi_edge.errors import ModelError
+from elsi_edge.torch_model import load_causal_lm
 
 Floats = NDArray[np.float32]
 
@@ -20,12 +21,7 @@ class Reference:
     """The source model in float32; logits and block-input residuals of a token sequence."""
 
     def __init__(self, directory: Path) -> None:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
-        self._model.eval()
+        self._model: Any = load_causal_lm(directory, feature="exporting a model", dtype=torch.float32)
         base = self._model.base_model
         if not hasattr(base, "layers") or not hasattr(base, "norm"):
             raise ModelError(f"{directory}: found no stack of blocks with a final norm; this family is not exported")

@@ -51,7 +51,7 @@ def open_session(path: Path, settings: SessionSettings) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = settings.threads or cores().usable
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what fails raises as well, and is said once
     # Two sessions' pools would spin against each other between calls, and an idle chat would burn a core.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     # Every length is new: shape-keyed memory patterns would only pile up.
@@ -113,8 +113,14 @@ class BoundGraph:
                 self.bind_in_place(f"past_key_values.{name}", f"present.{name}", buffer)
 
     def run(self) -> None:
-        """One call over what is bound."""
-        self.session.run_with_iobinding(self._binding)
+        """One call over what is bound. Raises BundleError when the graph refuses it, MemoryError."""
+        try:
+            self.session.run_with_iobinding(self._binding)
+        except RuntimeError as error:
+            said = " ".join(str(error).split())
+            if "allocat" in said or "bad_alloc" in said:
+                raise MemoryError(said) from error
+            raise BundleError(f"a graph of this bundle cannot be run ({said}); export the bundle again") from error
 
 
 class Scratch:

@@ -182,7 +182,7 @@ def test_command_writes_a_selection_and_says_what_comes_next(call: Command, tmp_
     assert f"elsi, m = 1: tap {found.taps[0]} ({found.joint_entropy:.3f} nats); next is tap" in out
     assert "^" in out and "12 prompts" in out and str(file) in out.replace("\n", "")
     assert max(map(len, out.splitlines()[:10])) <= 80
-    assert err.splitlines() == [f"Next: elsi-edge distill {found.model}"]
+    assert err.splitlines() == [f"Next: elsi-edge export {found.model} --plain-only"]
     assert Path("wave.png").read_bytes().startswith(b"\x89PNG")
 
 

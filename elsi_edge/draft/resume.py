@@ -70,7 +70,7 @@ def load_state(directory: Path) -> TrainState | None:
             optimiser=optimiser,
             **{name: value[name] for name in ("step", "epoch", "batch", "tokens", "seconds", "identity")},
         )
-    except (json.JSONDecodeError, KeyError, TypeError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DraftError(f"{path} is not a checkpoint that can be continued ({error}); {advice}") from error
 
 

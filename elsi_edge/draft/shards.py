@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from elsi_edge.artifacts import LayerSelection, ModelShape, from_plain, to_plain
-from elsi_edge.errors import DataError
+from elsi_edge.errors import ConfigError, DataError
 from elsi_edge.fsio import sha256_file, storage_errors, write_bytes, write_json
 
 MANIFEST = "manifest.json"
@@ -120,7 +120,7 @@ class ShardManifest:
             value["selection"] = LayerSelection.from_json(value["selection"], f"{path}: selection")
             value["shards"] = [from_plain(ShardEntry, shard, f"{path}: shards") for shard in value["shards"]]
             return from_plain(cls, value, str(path), ignore=("format",))
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        except (ConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path} is not a shard manifest ({error}); distill again into another directory"
             ) from error

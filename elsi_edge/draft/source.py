@@ -12,7 +12,8 @@ from torch import Tensor
 
 from elsi_edge.artifacts import DraftConfig, ModelShape
 from elsi_edge.draft.network import DraftNetwork
-from elsi_edge.errors import MissingExtraError, ModelError
+from elsi_edge.errors import ModelError
+from elsi_edge.torch_model import load_causal_lm
 
 _EMBEDDING_START = 0.02  # standard deviation of the embedding half of the fused qkv, times the state half's own
 
@@ -42,16 +43,7 @@ _PATHS = {
 
 def read_source(directory: Path, shape: ModelShape) -> SourceWeights:
     """Load the source model once and keep what training needs. Raises ModelError, MissingExtraError."""
-    try:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-    except ImportError as error:
-        raise MissingExtraError("training a draft", extra="build", module="transformers") from error
-    logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"{directory} cannot be loaded as a causal language model: {_first_line(error)}") from error
+    model = load_causal_lm(directory, feature="training a draft", dtype=torch.float32)
     embeddings = model.get_input_embeddings().weight.detach().clone()
     output = model.get_output_embeddings()
     if output is None or embeddings.shape[1] != shape.width or output.weight.shape[0] < shape.vocab_size:
@@ -133,10 +125,6 @@ def _weight(module: Any, path: str) -> Tensor | None:
         module = getattr(module, part, None)
     weight = getattr(module, "weight", None)
     return weight.detach().clone() if isinstance(weight, Tensor) else None
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def draft_config(shape: ModelShape, **structure: Any) -> DraftConfig:
