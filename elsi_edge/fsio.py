@@ -1,4 +1,8 @@
-"""Files that are written beside and renamed, so that nothing half-written is ever found under its final name."""
+"""Files that are written beside and renamed, so that nothing half-written is ever found under its final name.
+
+A temporary is locked by the process that fills it; one that a killed process left is therefore known as dead, and goes
+when the same name is written next.
+"""
 
 import contextlib
 import errno
@@ -7,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,8 @@ from elsi_edge.errors import StorageError
 
 _CHUNK = 1 << 20  # bytes read at a time when hashing
 _TEMP_PREFIX = ".elsi-tmp-"
+_SETTLED_S = 1.0  # seconds after which a temporary that nobody has locked is dead, not just born
+_OLD = "old"  # what a replaced directory is called until it is deleted
 
 
 @contextlib.contextmanager
@@ -36,6 +43,8 @@ def _explain(error: OSError, path: Path) -> str:
         return f"cannot write {path}: the file system is read-only; choose another directory"
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"cannot write or read {path}: permission denied; choose another directory or change its owner"
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return f"cannot write {path}: a part of this path is a file; choose another directory"
     return f"{path}: {error.strerror or error}"
 
 
@@ -74,15 +83,17 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Write a file whole: beside its final name, flushed to disk, then renamed. Raises StorageError."""
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=_TEMP_PREFIX, dir=path.parent)
+        sweep(path)
+        descriptor, name = tempfile.mkstemp(prefix=f"{_TEMP_PREFIX}{path.name}-", dir=path.parent)
         temporary = Path(name)
         try:
             with os.fdopen(descriptor, "wb") as handle:
+                _lock(descriptor)
                 handle.write(data)
                 handle.flush()
-                os.fsync(handle.fileno())
-            temporary.chmod(0o644)
-            temporary.replace(path)
+                os.fsync(descriptor)
+                temporary.chmod(0o644)
+                temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -108,24 +119,93 @@ def new_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
     if final.exists() and not replace:
         raise StorageError(f"{final} exists already; choose another --out or replace it with --force")
     with storage_errors(final):
-        final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f"{_TEMP_PREFIX}{final.name}-", dir=final.parent))
+        made = _make_parents(final.parent)
+        sweep(final)
+        temporary = _temporary(final)
+        descriptor = os.open(temporary, os.O_RDONLY)
         try:
+            _lock(descriptor)
             temporary.chmod(0o755)
             yield temporary
             _swap_in(temporary, final, replace=replace)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
+            _remove_empty(made)
             raise
+        finally:
+            os.close(descriptor)
+
+
+def sweep(final: Path) -> None:
+    """Delete what killed processes left beside `final` while they wrote it; a replaced directory comes back."""
+    for path in [entry for entry in final.parent.iterdir() if _is_temporary_of(entry.name, final.name)]:
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_ctime < _SETTLED_S or not _is_dead(path):
+                continue
+            if path.is_file():
+                path.unlink()
+                continue
+            if (path / _OLD).exists() and not final.exists():
+                (path / _OLD).rename(final)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_temporary_of(name: str, final: str) -> bool:
+    start = f"{_TEMP_PREFIX}{final}-"
+    return name.startswith(start) and "-" not in name[len(start) :]  # else it is of a longer name
+
+
+def _temporary(final: Path) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f"{_TEMP_PREFIX}{final.name}-", dir=final.parent))
+
+
+def _is_dead(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return _lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed; False when another holds it or the file system knows no locks."""
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _make_parents(directory: Path) -> list[Path]:
+    """Make a directory with its parents; those that were made, innermost first."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _remove_empty(directories: list[Path]) -> None:
+    with contextlib.suppress(OSError):  # another process may use them by now
+        for directory in directories:
+            directory.rmdir()
 
 
 def _swap_in(temporary: Path, final: Path, *, replace: bool) -> None:
-    if not final.exists():
+    meanwhile = f"{final} was made by another process meanwhile; choose another --out or use --force"
+    if final.exists() and not replace:
+        raise StorageError(meanwhile)
+    old = _temporary(final) if final.exists() else None
+    try:
+        if old is not None:
+            final.rename(old / _OLD)
         temporary.rename(final)
-        return
-    if not replace:
-        raise StorageError(f"{final} was made by another process meanwhile; choose another --out or use --force")
-    old = Path(tempfile.mkdtemp(prefix=f"{_TEMP_PREFIX}old-", dir=final.parent))
-    final.rename(old / "old")
-    temporary.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
+    except BaseException as error:
+        if old is not None and (old / _OLD).exists() and not final.exists():
+            (old / _OLD).rename(final)
+        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise StorageError(meanwhile) from error
+        raise
+    finally:
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)

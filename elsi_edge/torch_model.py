@@ -14,7 +14,7 @@ def load_config(directory: Path, *, feature: str) -> Any:
         from transformers import AutoConfig
     except ImportError as error:
         raise MissingExtraError(feature, extra="build", module=error.name or "transformers") from error
-    with _one_line_errors(directory):
+    with _one_line_errors(directory), _quiet():
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 

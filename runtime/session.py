@@ -124,6 +124,8 @@ class Session:
                 raise PromptError("this model has no chat template, so --system has no place; drop it")
             ids = self.codec.encode_raw(prompt, limit=limit)
         else:
+            if isinstance(prompt, str) and not prompt.strip():
+                raise PromptError("the prompt is empty; give it text, or continue blanks as they are with --raw")
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             if options.system is not None:
                 messages = [{"role": "system", "content": options.system}, *messages]

@@ -9,9 +9,12 @@ import importlib
 import importlib.util
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import typer
@@ -23,6 +26,7 @@ from elsi_edge.errors import ElsiError
 VERBS = ("demo", "calibrate", "distill", "train", "export", "generate", "chat", "bench", "inspect", "doctor", "cache")
 _MODULES = {"cache": "cache_cmd"}  # where the module's name is not the verb's
 _INTERRUPTED = 130  # as the shell reports SIGINT
+_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 _CLOSED_PIPE = 1  # as typer reports it where it sees it first
 
 
@@ -74,7 +78,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     if own[:1] == ["--version"]:
         typer.echo(f"elsi-edge {__version__}")
         sys.exit(0)
-    sys.exit(_run(arguments, debug=debug))
+    with _orderly_end():
+        sys.exit(_run(arguments, debug=debug))
+
+
+@contextlib.contextmanager
+def _orderly_end() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the process through its `finally` blocks, so that nothing half-made stays."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {
+            number: signal.signal(number, end) for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL
+        }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run(arguments: list[str], *, debug: bool) -> int:

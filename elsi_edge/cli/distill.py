@@ -92,7 +92,7 @@ def _selection(text: str, shape: "ModelShape", place: "WorkDir", model: str) -> 
             f"no selection at {path}: choose the taps with 'elsi-edge calibrate {quoted(model)}', or give --taps"
         )
     try:
-        return LayerSelection.from_json(json.loads(path.read_text()), str(path))
+        return LayerSelection.from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
     except (ValueError, OSError, AttributeError) as error:
         raise SelectionError(f"{path} cannot be read ({error}); calibrate again") from error
     except ElsiError as error:

@@ -83,7 +83,7 @@ def load_config(directory: Path) -> DraftConfig:
         raise DraftError(f"{directory} holds no draft ({CONFIG} is missing); train one with: elsi-edge train MODEL")
     try:
         with storage_errors(path):
-            value = json.loads(path.read_text())
+            value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict) or value.get("format") != "elsi-edge-draft":
             raise DraftError(f"{path} is not a draft's configuration; train the draft again")
         if value.get("format_version") != 1:

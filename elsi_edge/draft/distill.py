@@ -138,6 +138,9 @@ class _Worker:
 
     def close(self) -> None:
         """Write what was collected as a shard and list it, with the rows left out so far."""
+        if not (self.rows or self.dropped or any(self.out.iterdir())):
+            self.out.rmdir()  # nothing came of it: a first row that failed leaves no trace
+            return
         entries = list(self.manifest.shards)
         if self.rows:
             file = f"shard-{len(entries):05d}.safetensors"
@@ -168,6 +171,8 @@ class _Worker:
                 f"the answer to {job.prompt.id!r} has the token id {wrong[0]}, the target's vocabulary is "
                 f"{self.runner.shape.vocab_size}; these answers are another model's"
             )
+        if not (self.out / MANIFEST).is_file():
+            self.manifest.save(self.out)  # says whose answers these are, should the process be killed
         self.log.add(answer, seed)
         return answer.answer_ids
 
@@ -252,6 +257,8 @@ def _open(
     with storage_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     if not (out / MANIFEST).is_file():
+        if (out / ANSWERS).exists():
+            raise DataError(f"{out} holds {ANSWERS} but no {MANIFEST} that says whose they are; choose another --out")
         return fresh
     found = ShardManifest.load(out)
     for what in ("target_fingerprint", "tokenizer_sha256", "template_sha256", "prompts_sha256"):

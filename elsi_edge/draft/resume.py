@@ -57,7 +57,7 @@ def load_state(directory: Path) -> TrainState | None:
     advice = "delete that directory to start over"
     try:
         with storage_errors(path):
-            value = json.loads((path / _STATE).read_text())
+            value = json.loads((path / _STATE).read_text(encoding="utf-8"))
             for name in _FILES:
                 if sha256_file(path / name) != value["sha256"][name]:
                     raise DraftError(

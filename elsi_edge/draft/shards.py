@@ -110,7 +110,7 @@ class ShardManifest:
             )
         try:
             with storage_errors(path):
-                value = json.loads(path.read_text())
+                value = json.loads(path.read_text(encoding="utf-8"))
             if value.get("format") != "elsi-edge-shards" or value.get("format_version") != _FORMAT_VERSION:
                 raise DataError(
                     f"{path}: format {value.get('format')!r} version {value.get('format_version')!r}, "

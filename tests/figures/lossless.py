@@ -1,11 +1,14 @@
 """The same tokens: whole token lists of plain and speculative decoding, on the real model.
 
-    python -m tests.figures.lossless BUNDLE... --prompts FILE --out FILE [--limit 40] [--tokens 128]
+    python -m tests.figures.lossless BUNDLE... --prompts FILE --out FILE [--limit 40] [--tokens 128] [--scripted 64]
 
 fp32 with trees of 1, 4, 8 and 30 drafted nodes, int4 and int8 with chains of 1, 3 and 7, each with the bundle's draft,
-with an oracle that is always right and with a liar that is always wrong. Exits with 1 when any list differs.
+with an oracle that is always right and with a liar that is always wrong (their answers are cut to --scripted tokens, as
+a liar makes every verification bring one token). Budgets below --smallest run without the draft, whose token lists at
+those budgets speed.py compares too. Exits with 1 when any list differs.
 """
 
+import argparse
 import sys
 from dataclasses import replace
 from typing import Any
@@ -35,20 +38,21 @@ def with_proposer(session: Session, proposer: Proposer) -> Session:
 
 
 def run_budget(
-    session: Session, rows: list[PromptRow], plain: list[GenerationResult], tokens: int, budget: int
+    session: Session, rows: list[PromptRow], plain: list[GenerationResult], budget: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Every prompt with the draft, the oracle and the liar at one budget."""
     figures: dict[str, Any] = {"draft_nodes": budget}
-    options = GenerateOptions(draft_nodes=budget, max_tokens=tokens)
-    for source in ("draft", "oracle", "liar"):
+    for source in ("draft", "oracle", "liar")[budget < options.smallest :]:
+        limit = options.tokens if source == "draft" else min(options.tokens, options.scripted)
+        generate = GenerateOptions(draft_nodes=budget, max_tokens=limit)
         results = []
         for row, expected in zip(rows, plain, strict=True):
             run = session
             if source != "draft":
                 kind = OracleProposer if source == "oracle" else LiarProposer
                 run = with_proposer(session, kind(expected.token_ids))
-            results.append(run.generate(row.turns[0], options))
-        same = [r.token_ids == p.token_ids and r.text == p.text for r, p in zip(results, plain, strict=True)]
+            results.append(run.generate(row.turns[0], generate))
+        same = [r.token_ids == p.token_ids[:limit] for r, p in zip(results, plain, strict=True)]
         depths = [0] * max(len(r.accepted_by_depth) for r in results)
         for result in results:
             for depth, count in enumerate(result.accepted_by_depth):
@@ -57,6 +61,7 @@ def run_budget(
         figures[source] = {
             "identical": sum(same),
             "of": len(same),
+            "tokens": sum(len(r.token_ids) for r in results),
             "tau": emitted / sum(r.verifications for r in results),
             "accepted_by_depth": depths,
             "mode": results[0].mode,
@@ -66,15 +71,16 @@ def run_budget(
 
 def main() -> None:
     """Check every bundle named."""
-    options = arguments(__doc__ or "", limit=40, tokens=128)
+    options = arguments(__doc__ or "", limit=40, tokens=128, scripted=64, smallest=1)
     rows = prompts(options, options.limit)
     figures: dict[str, Any] = {"prompts": len(rows), "categories": len({row.category for row in rows})}
     whole = True
     for path in options.bundles:
         session = Session.open(path)
         plain = [session.generate(r.turns[0], GenerateOptions(plain=True, max_tokens=options.tokens)) for r in rows]
-        table = [run_budget(session, rows, plain, options.tokens, n) for n in BUDGETS[session.precision]]
-        whole &= all(line[s]["identical"] == line[s]["of"] for line in table for s in ("draft", "oracle", "liar"))
+        table = [run_budget(session, rows, plain, n, options) for n in BUDGETS[session.precision]]
+        results = [result for line in table for result in line.values() if isinstance(result, dict)]
+        whole &= all(result["identical"] == result["of"] for result in results)
         figures[session.precision] = {"tokens": sum(len(r.token_ids) for r in plain), "budgets": table}
     save(options.out, {**figures, "all_identical": whole})
     sys.exit(0 if whole else 1)
