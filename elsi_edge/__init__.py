@@ -3,6 +3,7 @@
 The public names load when first used, so that `import elsi_edge` costs nothing and never needs torch.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from elsi_edge._version import __version__
@@ -22,6 +23,10 @@ __all__ = [
     "SessionSettings",
     "__version__",
 ]
+
+# ONNX Runtime's own wheels keep a database of usage events under ~/.cache/Microsoft and send it away. It reads this
+# variable once, when it is imported; set it to 0 beforehand to let it.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOME = {
     "GenerateOptions": "elsi_edge.runtime.options",

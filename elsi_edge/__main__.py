@@ -1,16 +1,25 @@
 """The command `elsi-edge`, also as `python -m elsi_edge`. It imports late, so that an early Ctrl-C is quiet."""
 
+import signal
 import sys
+
+_INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the command line and exit."""
     try:
         from elsi_edge.cli import main as run
+
+        run()
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.stderr.write("interrupted\n")
-        sys.exit(130)
-    run()
+        sys.exit(_INTERRUPTED)
+    except SystemExit as end:
+        if end.code == _INTERRUPTED:  # leaving already: a second press finds nobody
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise
 
 
 if __name__ == "__main__":

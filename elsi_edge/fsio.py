@@ -65,6 +65,18 @@ def require_free(directory: Path, needed: int, purpose: str) -> None:
         )
 
 
+def require_writable(path: Path) -> None:
+    """Raise StorageError unless the file `path` could be written now: to be asked before long work. Leaves no trace."""
+    probe = path.absolute().parent
+    while not probe.exists():
+        probe = probe.parent
+    with storage_errors(path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=probe):
+            pass
+
+
 def sha256_file(path: Path) -> str:
     """Hex SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
@@ -119,7 +131,7 @@ def new_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
     if final.exists() and not replace:
         raise StorageError(f"{final} exists already; choose another --out or replace it with --force")
     with storage_errors(final):
-        made = _make_parents(final.parent)
+        final.parent.mkdir(parents=True, exist_ok=True)
         sweep(final)
         temporary = _temporary(final)
         descriptor = os.open(temporary, os.O_RDONLY)
@@ -130,7 +142,6 @@ def new_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
             _swap_in(temporary, final, replace=replace)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
-            _remove_empty(made)
             raise
         finally:
             os.close(descriptor)
@@ -138,16 +149,38 @@ def new_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
 
 def sweep(final: Path) -> None:
     """Delete what killed processes left beside `final` while they wrote it; a replaced directory comes back."""
-    for path in [entry for entry in final.parent.iterdir() if _is_temporary_of(entry.name, final.name)]:
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_ctime < _SETTLED_S or not _is_dead(path):
-                continue
-            if path.is_file():
-                path.unlink()
-                continue
+    for path in _dead(final.parent):
+        if _is_temporary_of(path.name, final.name):
             if (path / _OLD).exists() and not final.exists():
-                (path / _OLD).rename(final)
-            shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    (path / _OLD).rename(final)
+            _delete(path)
+
+
+def sweep_directory(directory: Path) -> None:
+    """Delete what killed processes left in `directory`, whatever they were writing."""
+    for path in _dead(directory):
+        if not (path / _OLD).exists():
+            _delete(path)
+
+
+def _dead(directory: Path) -> list[Path]:
+    """Temporaries that no living process fills."""
+    found = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.name.startswith(_TEMP_PREFIX):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_ctime >= _SETTLED_S and _is_dead(path):
+                    found.append(path)
+    return found
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _is_temporary_of(name: str, final: str) -> bool:
@@ -176,19 +209,6 @@ def _lock(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _make_parents(directory: Path) -> list[Path]:
-    """Make a directory with its parents; those that were made, innermost first."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
-def _remove_empty(directories: list[Path]) -> None:
-    with contextlib.suppress(OSError):  # another process may use them by now
-        for directory in directories:
-            directory.rmdir()
 
 
 def _swap_in(temporary: Path, final: Path, *, replace: bool) -> None:

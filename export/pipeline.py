@@ -1,5 +1,6 @@
 """From a source model, and a draft if there is one, to a bundle that was checked before it appeared."""
 
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from elsi_edge.export import builder, draft_graph, parity, target
 from elsi_edge.fsio import require_free
 from elsi_edge.models import SourceModel, read_source
 from elsi_edge.text import TextCodec
+from elsi_edge.weights import list_tensors
 
 _BYTES_PER_WEIGHT = {"int4": 4.5 / 8, "int8": 9 / 8, "fp32": 4.0}  # scales included
 
@@ -47,14 +49,12 @@ def export_bundle(
     Raises UsageError for a context beyond the model's, DraftError for a draft of another target, ParityError when a
     graph does not compute what the source computes, StorageError; in each case nothing is left at `out`.
     """
-    builder.require_supported(source.shape)
+    context = check_request(source, settings.context)
     draft_precision = settings.draft_precision or DRAFT_PRECISION[settings.precision]
-    context = _context(source, settings)
     codec = TextCodec.from_model_dir(source.directory)
     if draft is not None:
         require_same_target(draft, source, codec)
-    weights = source.directory.glob("*.safetensors")
-    parameters = sum(file.stat().st_size for file in weights) / 4
+    parameters = sum(math.prod(tensor.shape) for tensor in list_tensors(source.directory).values())
     # The builder's own output, the packed copy, and for a tied int8 model a float table on the way.
     require_free(out.absolute().parent, int(parameters * (2 * _BYTES_PER_WEIGHT[settings.precision] + 1)), "export")
     with new_bundle(out, replace=settings.replace) as writer:
@@ -121,13 +121,18 @@ def require_same_target(draft: LoadedDraft, source: SourceModel, codec: TextCode
             )
 
 
-def _context(source: SourceModel, settings: ExportSettings) -> int:
+def check_request(source: SourceModel, context: int | None) -> int:
+    """The context that a bundle would have, tokens; None asks for the model's own. To be called before any long work.
+
+    Raises ModelError for a family that is not exported, UsageError for a context out of range.
+    """
+    builder.require_supported(source.shape)
     limit = source.shape.context
-    if settings.context is None:
+    if context is None:
         return limit
-    if not 16 <= settings.context <= limit:
-        raise UsageError(f"--context is {settings.context}, it must be at least 16 and at most the model's {limit}")
-    return settings.context
+    if not 16 <= context <= limit:
+        raise UsageError(f"--context is {context}, it must be at least 16 and at most the model's {limit}")
+    return context
 
 
 def same_selection_or_explain(wanted: LayerSelection, draft: LoadedDraft, *, model: str, draft_path: Path) -> None:

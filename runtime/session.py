@@ -23,7 +23,7 @@ from elsi_edge.text import TextCodec
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 Mode = Literal["plain", "chain", "tree"]
 
-DEFAULT_DRAFT_NODES: Mapping[Precision, int] = {"fp32": 3, "int8": 1, "int4": 1}  # until the device was measured
+DEFAULT_DRAFT_NODES: Mapping[Precision, int] = {"fp32": 4, "int8": 1, "int4": 1}  # until the device was measured
 EXACT_CHAIN_NODES = 15  # int4 and int8 kernels give the same bits for 1 to 16 rows
 
 

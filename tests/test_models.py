@@ -357,9 +357,9 @@ def wait_for(log: Path) -> None:
 
 def test_two_processes_at_once_both_succeed(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    first = building(log, 0.8)
+    first = building(log, 3.0)
     wait_for(log)
-    second = building(log, 0.8)
+    second = building(log, 0.0)
     results = [process.communicate(timeout=30) for process in (first, second)]
     assert [process.returncode for process in (first, second)] == [0, 0], results
     assert results[0][0] == results[1][0] and "waiting for another process that is fetching m" in results[1][1]

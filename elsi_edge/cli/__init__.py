@@ -9,24 +9,22 @@ import importlib
 import importlib.util
 import logging
 import os
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
 import typer.core
 
 from elsi_edge._version import __version__
+from elsi_edge.cli.signals import orderly_end
 from elsi_edge.errors import ElsiError
 
 VERBS = ("demo", "calibrate", "distill", "train", "export", "generate", "chat", "bench", "inspect", "doctor", "cache")
 _MODULES = {"cache": "cache_cmd"}  # where the module's name is not the verb's
 _INTERRUPTED = 130  # as the shell reports SIGINT
-_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 _CLOSED_PIPE = 1  # as typer reports it where it sees it first
 
 
@@ -67,6 +65,9 @@ def _root(
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 an error of ours, 2 wrong usage, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us, a service for one
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character shows "?" for it; the work was done.
         with contextlib.suppress(AttributeError, ValueError):
@@ -78,30 +79,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if own[:1] == ["--version"]:
         typer.echo(f"elsi-edge {__version__}")
         sys.exit(0)
-    with _orderly_end():
-        sys.exit(_run(arguments, debug=debug))
+    with orderly_end() as interrupts:
+        sys.exit(_run(arguments, debug=debug, interrupts=interrupts))
 
 
-@contextlib.contextmanager
-def _orderly_end() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the process through its `finally` blocks, so that nothing half-made stays."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {
-            number: signal.signal(number, end) for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL
-        }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _run(arguments: list[str], *, debug: bool) -> int:
+def _run(arguments: list[str], *, debug: bool, interrupts: Sequence[int]) -> int:
     _log_to_stderr(debug)
     try:
         code = app(args=arguments, prog_name="elsi-edge", standalone_mode=False)
@@ -122,13 +104,20 @@ def _run(arguments: list[str], *, debug: bool) -> int:
     except _usage_error() as error:
         # Without arguments the help was printed instead of a message.
         return _say(f"error: {_usage_text(error)}", 2) if str(error) else 2
-    except MemoryError:
-        return _say("error: out of memory; use a smaller model, batch or context", 1)
     except Exception as error:
         if debug:
             traceback.print_exc()
-        hint = "" if debug else "; --debug shows where"
-        return _say(f"error: unexpected {type(error).__name__}: {error}{hint}", 1)
+        # A module that is being imported may turn an interrupt into an error of its own.
+        return _say("interrupted", _INTERRUPTED) if interrupts else _say(_unforeseen(error, debug=debug), 1)
+
+
+def _unforeseen(error: Exception, *, debug: bool) -> str:
+    if isinstance(error, MemoryError):
+        return "error: out of memory; use a smaller model, batch or context"
+    if isinstance(error, OSError):  # of a file that no verb foresaw, or of stdout itself
+        return f"error: {error.filename or 'input or output'}: {error.strerror or error}"
+    hint = "" if debug else "; --debug shows where"
+    return f"error: unexpected {type(error).__name__}: {error}{hint}"
 
 
 def _say(text: str, code: int) -> int:

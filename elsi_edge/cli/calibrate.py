@@ -65,12 +65,15 @@ def calibrate(
         check_picture(plot)
     rows = read_prompts(prompts) if prompts is not None else builtin_calibration_prompts()
     source = resolve(model)
+    file = out if out is not None else WorkDir.for_model(source.slug, work).selection_path
+    for place in (file, plot):
+        if place is not None:
+            fsio.require_writable(place)
     for note in source.notes:
         common.note(f"note: {note}")
     selection = run(source, rows, settings, common.progress, threads=threads or cores().usable)
     for warning in selection.settings["warnings"]:
         common.note(f"warning: {warning}")
-    file = out if out is not None else WorkDir.for_model(source.slug, work).selection_path
     fsio.write_json(file, selection.to_json())
     if plot is not None:
         save_wave(selection, plot)

@@ -64,13 +64,14 @@ def export(
 
     wanted_taps = _layers(layers)
     require_build_extra("exporting a model")
-    from elsi_edge.export.pipeline import ExportSettings, export_bundle
+    from elsi_edge.export.pipeline import ExportSettings, check_request, export_bundle
 
     _require_m(m, None)
     source = resolve(model)
     for line in source.notes:
         common.note(f"note: {line}")
     _require_m(m, source.shape.blocks)
+    check_request(source, context)
     place = WorkDir.for_model(source.slug, work)
     loaded = None if plain_only else _load_draft(source, draft, place)
     target = out or (place.plain_bundle(precision) if loaded is None else place.bundle(precision))

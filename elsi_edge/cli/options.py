@@ -16,7 +16,7 @@ DraftNodes = Annotated[
     typer.Option(
         "--draft-nodes",
         help="Drafted nodes N of a round, so N + 1 rows to verify; 0 drafts nothing. "
-        "Default: 3 at fp32, 1 at int8, 1 at int4.",
+        "Default: 4 at fp32, 1 at int8, 1 at int4.",
         show_default=False,
     ),
 ]

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from elsi_edge.errors import DraftError
-from elsi_edge.fsio import new_directory, sha256_file, storage_errors, write_json
+from elsi_edge.fsio import new_directory, sha256_file, storage_errors, sweep_directory, write_json
 
 _PREFIX = "checkpoint-"
 _FILES = ("weights.safetensors", "average.safetensors", "optimiser.safetensors")
@@ -41,7 +41,8 @@ def save_state(directory: Path, state: TrainState) -> None:
         return
     with new_directory(final) as temporary:
         for name, tensors in zip(_FILES, (state.weights, state.average, state.optimiser), strict=True):
-            save_file({key: value.contiguous() for key, value in tensors.items()}, temporary / name)
+            # As bytes: safetensors' own file writer hides a full disk in an error of its own kind.
+            (temporary / name).write_bytes(save({key: value.contiguous() for key, value in tensors.items()}))
         meta = {name: getattr(state, name) for name in ("step", "epoch", "batch", "tokens", "seconds", "identity")}
         write_json(temporary / _STATE, {**meta, "sha256": {name: sha256_file(temporary / name) for name in _FILES}})
     for path in _checkpoints(directory)[:-1]:
@@ -50,6 +51,7 @@ def save_state(directory: Path, state: TrainState) -> None:
 
 def load_state(directory: Path) -> TrainState | None:
     """The newest checkpoint, None when there is none. Raises DraftError in one line when it is cut short or altered."""
+    sweep_directory(directory)
     found = _checkpoints(directory)
     if not found:
         return None

@@ -29,7 +29,7 @@ from safetensors.numpy import save
 
 from elsi_edge.artifacts import LayerSelection, ModelShape, from_plain, to_plain
 from elsi_edge.errors import ConfigError, DataError
-from elsi_edge.fsio import sha256_file, storage_errors, write_bytes, write_json
+from elsi_edge.fsio import sha256_file, storage_errors, sweep_directory, write_bytes, write_json
 
 MANIFEST = "manifest.json"
 ANSWERS = "answers.jsonl"
@@ -177,8 +177,7 @@ def remove_unlisted(directory: Path, manifest: ShardManifest) -> None:
     for path in directory.glob("shard-*.safetensors"):
         if path.name not in listed:
             path.unlink()
-    for path in directory.glob(".elsi-tmp-*"):
-        path.unlink()
+    sweep_directory(directory)
 
 
 def _scale(states: NDArray[np.float32], rows: Sequence[DistilledRow], tap: int) -> float:

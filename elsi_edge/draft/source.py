@@ -26,6 +26,7 @@ class SourceWeights:
     final_norm: Tensor | None  # [E]
     head: Tensor  # [V, E]
     block: dict[str, Tensor]  # last block: q, k, v, o, gate, up, down, attention_norm, mlp_norm; only those that exist
+    biases: tuple[str, ...] = ()  # those of them that add a bias, which a draft does not have
 
 
 _PATHS = {
@@ -55,11 +56,13 @@ def read_source(directory: Path, shape: ModelShape) -> SourceWeights:
     decoder = model.get_decoder()
     last = decoder.layers[-1] if hasattr(decoder, "layers") else None
     block = {name: weight for name, path in _PATHS.items() if (weight := _weight(last, path)) is not None}
+    biases = tuple(name for name, path in _PATHS.items() if _weight(last, path, "bias") is not None)
     return SourceWeights(
         embeddings=embeddings,
         final_norm=_weight(decoder, "norm"),
         head=output.weight.detach().clone(),
         block=block,
+        biases=biases,
     )
 
 
@@ -85,6 +88,8 @@ def initialise(
         return []
     block = source.block
     refusals: list[str] = []
+    if source.biases:
+        refusals.append(f"biases of {', '.join(source.biases)}: the target's last block adds them, the draft has none")
     _start_qkv(network, block, generator, refusals)
     _copy(network.o.weight, block.get("o"), "o", refusals)
     _copy(network.state_norm.weight, block.get("attention_norm"), "attention norm", refusals)
@@ -120,10 +125,10 @@ def _copy(weight: Tensor, value: Tensor | None, name: str, refusals: list[str]) 
         weight.copy_(value)
 
 
-def _weight(module: Any, path: str) -> Tensor | None:
+def _weight(module: Any, path: str, name: str = "weight") -> Tensor | None:
     for part in path.split("."):
         module = getattr(module, part, None)
-    weight = getattr(module, "weight", None)
+    weight = getattr(module, name, None)
     return weight.detach().clone() if isinstance(weight, Tensor) else None
 
 

@@ -27,7 +27,7 @@ from elsi_edge.draft.source import SourceWeights, draft_config, initialise, read
 from elsi_edge.draft.unroll import PackedBatch
 from elsi_edge.draft.vocab import DraftVocab, choose_vocab, target_to_draft
 from elsi_edge.errors import DataError, DraftError
-from elsi_edge.fsio import require_free, write_text
+from elsi_edge.fsio import require_free, require_writable, storage_errors, write_text
 
 LOG = "log.jsonl"
 _ROOM = 400e6  # bytes: two checkpoints of a small draft while one replaces the other
@@ -58,6 +58,7 @@ def train(
             "give the same model, or distill again"
         )
     require_free(out, int(_ROOM), "training")
+    require_writable(out / LOG)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     if fresh:
@@ -96,7 +97,7 @@ class Trainer:
         self.network = DraftNetwork(self.config, source.embeddings)
         refusals = initialise(self.network, source if settings.warm_start else None, self.ids, settings.seed)
         if refusals:
-            reporter.note(f"starts at random: {'; '.join(refusals)}")
+            reporter.note(f"not taken from the target: {'; '.join(refusals)}")
         self.network.head.weight.requires_grad_(settings.train_head)
         self.optimiser = make_optimiser(self.network, settings)
         self.average = MovingAverage(self.network, settings.ema)
@@ -222,10 +223,11 @@ class Trainer:
         self.reporter.note(f"step {self.step}: agreement {steps}, tau (chain of {CHAIN}) {result.tau_chain4:.3f}")
 
     def _log(self, **values: Any) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
         entry = {"step": self.step, "minutes": round(self._elapsed() / 60, 3), **values}
-        with (self.out / LOG).open("a") as handle:
-            handle.write(json.dumps(entry) + "\n")
+        with storage_errors(self.out / LOG):
+            self.out.mkdir(parents=True, exist_ok=True)
+            with (self.out / LOG).open("a", encoding="utf-8") as handle:
+                handle.write(json.dumps(entry) + "\n")
 
     def _save(self) -> DraftConfig:
         """Write the checkpoint and the draft of the moving average."""
