@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from elsi_edge.artifacts import PromptRow
 from elsi_edge.errors import ConfigError, DataError
+from elsi_edge.loops import is_looping
 from elsi_edge.packaged import builtin_bench_prompts
 from elsi_edge.runtime.bench import BenchSettings, check_prompts, measure, warm_up
-from elsi_edge.runtime.bench_report import BenchAnswer, is_looping, summarise
+from elsi_edge.runtime.bench_report import BenchAnswer, summarise
 from elsi_edge.runtime.result import GenerationResult, Timings
 from elsi_edge.runtime.session import Session
 from elsi_edge.runtime.toy import ToyCodec, ToyTarget, toy_session

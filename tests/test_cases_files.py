@@ -1,6 +1,7 @@
 """Files under bad luck: killed writers, full disks, altered manifests, weights that do not fit their configuration."""
 
 import errno
+import functools
 import json
 import os
 import subprocess
@@ -161,11 +162,15 @@ def test_a_manifest_that_was_altered_is_one_line(
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+def set_shape(name: str, value: int, manifest: Any) -> None:
+    manifest["shape"][name] = value
+
+
 def test_a_manifest_that_disagrees_with_its_graphs_is_one_line(
     run: Run, tiny_bundle: Callable[..., Path], tmp_path: Path
 ) -> None:
     for name, value in (("kv_heads", 1), ("head_width", 8), ("vocab_size", 299), ("width", 32)):
-        bad = edited(tiny_bundle("fp32"), tmp_path / name, lambda m, n=name, v=value: m["shape"].update({n: v}))
+        bad = edited(tiny_bundle("fp32"), tmp_path / name, functools.partial(set_shape, name, value))
         done = run("generate", bad, "hello")
         assert done.code == 1 and done.out in ("", "\n"), done.err
         assert done.err.count("\n") == 1 and "export the bundle again" in done.err
@@ -205,7 +210,7 @@ def test_a_run_killed_at_once_lends_its_answers_to_no_other_model(tmp_path: Path
         return distill(runner, toy.ToyCodec(), toy.prompts(4), toy.selection(), settings, out)
 
     runner = toy.ToyRunner()
-    runner.states = lambda *_: pytest.fail("stop")  # type: ignore[method-assign, assignment]
+    runner.states = lambda *_: pytest.fail("stop")  # type: ignore[method-assign]
     with pytest.raises(pytest.fail.Exception):
         distilled(tmp_path / "a", runner)
     assert ShardManifest.load(tmp_path / "a").rows == 0  # says whose the first answer is
@@ -218,7 +223,7 @@ def test_a_run_killed_at_once_lends_its_answers_to_no_other_model(tmp_path: Path
 
 def test_a_first_row_that_fails_leaves_nothing(tmp_path: Path) -> None:
     runner = toy.ToyRunner()
-    runner.answer = lambda *_, **__: [10_000]  # type: ignore[method-assign, assignment]
+    runner.answer = lambda *_, **__: [10_000]  # type: ignore[method-assign]
     with pytest.raises(DataError, match="token id 10000"):
         distill(runner, toy.ToyCodec(), toy.prompts(2), toy.selection(), DistillSettings(), tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
