@@ -16,9 +16,9 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.stderr.write("interrupted\n")
         sys.exit(_INTERRUPTED)
-    except SystemExit as end:
-        if end.code == _INTERRUPTED:  # leaving already: a second press finds nobody
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except SystemExit:
+        # All is said and done; what is left is the interpreter's own end, where a press would only spoil the exit code.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise
 
 
