@@ -16,6 +16,7 @@ from elsi_edge.export import embedding, surgery
 
 BLOCK = 32  # weights per quantisation block: 16 and 32 give the same bits for 1 to 16 rows, 128 does not
 WEIGHTS_FILE = "target.weights"
+_HEAD_WIDTH = 16  # GroupQueryAttention with rotary embedding refuses anything else
 _ALIGNMENT = 65536  # of large tensors, so that they can be mapped into memory
 
 # Families whose graphs were compared with transformers, block by block, in tests/test_export_families.py.
@@ -31,10 +32,15 @@ def quantisation(precision: Precision) -> dict[str, Any]:
 
 
 def require_supported(shape: ModelShape) -> None:
-    """Raise ModelError before any long work for a family that was not checked."""
+    """Raise ModelError before any long work for a family or a shape that is not exported."""
     if shape.family not in SUPPORTED_FAMILIES:
         raise ModelError(
             f"models of type {shape.family!r} are not exported; checked are: {', '.join(SUPPORTED_FAMILIES)}"
+        )
+    if shape.head_width % _HEAD_WIDTH:
+        raise ModelError(
+            f"the model's heads are {shape.head_width} wide; ONNX Runtime's GroupQueryAttention takes multiples of "
+            f"{_HEAD_WIDTH}, so it is not exported"
         )
 
 

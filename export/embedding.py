@@ -9,8 +9,11 @@ from elsi_edge.export import surgery
 def share_embedding(model: ir.Model, *, bits: int, block: int, vocab_size: int, width: int) -> bool:
     """Let a tied embedding read the lm_head's quantised blocks instead of its own float table.
 
-    Returns whether anything changed. The builder does this for int4 only.
+    Returns whether anything changed: not when a row's last block is padded, which the lookup would read as weights. The
+    builder does this for int4 only.
     """
+    if width % block:
+        return False
     gathers = [
         n for n in model.graph if n.op_type == "Gather" and n.inputs[1] is surgery.graph_input(model, "input_ids")
     ]

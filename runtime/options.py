@@ -74,5 +74,7 @@ class GenerateOptions:
 def _in_range(name: str, value: float, low: float, high: float, *, open_end: bool = False) -> None:
     inside = low <= value < high if open_end else low <= value <= high
     if not inside:  # also catches NaN, which compares false with everything
-        end = "" if math.isinf(high) else f" and at most {high:g}"
+        end = (
+            "" if math.isinf(high) else f" and at most {high:g}" if isinstance(high, float) else f" and at most {high}"
+        )
         raise ConfigError(f"{name} is {value}, it must be a number of at least {low:g}{end}")

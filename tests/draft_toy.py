@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ def selection(*taps: int) -> LayerSelection:
     return LayerSelection(taps=taps or (2,), method="explicit", blocks=BLOCKS, width=E, model="toy")
 
 
-def write_model(directory: Path) -> Path:
+def write_model(directory: Path, **changes: Any) -> Path:
     """A random transformers model of the toy's shape, for embeddings and warm start."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -102,6 +103,7 @@ def write_model(directory: Path) -> Path:
         vocab_size=V,
         max_position_embeddings=SHAPE.context,
         tie_word_embeddings=False,
+        **changes,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory

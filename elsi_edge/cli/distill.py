@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from elsi_edge.cli.draft_support import quoted, reporter, require_torch
+from elsi_edge.cli.draft_support import flags, quoted, reporter, require_torch
 
 if TYPE_CHECKING:
     from elsi_edge.artifacts import LayerSelection, ModelShape, TargetRunner
@@ -61,7 +61,7 @@ def distill(
             model=model, answers=given, reporter=reporter(bar),
         )  # fmt: skip
     _report(manifest, shards, json=json)
-    common.next_command(f"elsi-edge train {quoted(model)}" + (f" --shards {quoted(out)}" if out else ""))
+    common.next_command(f"elsi-edge train {quoted(model)}{flags(shards=out, work=work)}")
 
 
 def _temperatures(text: str) -> tuple[float, ...]:

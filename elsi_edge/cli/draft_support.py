@@ -27,6 +27,11 @@ def quoted(text: str | Path) -> str:
     return shlex.quote(str(text))
 
 
+def flags(**paths: Path | None) -> str:
+    """Those of some path options that were given, to be added to a command: " --out x --work y"."""
+    return "".join(f" --{name} {quoted(path)}" for name, path in paths.items() if path is not None)
+
+
 class BarReporter:
     """A draft stage's progress on the command line's bar and its notes on stderr."""
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from elsi_edge.cli.draft_support import quoted, reporter, require_torch
+from elsi_edge.cli.draft_support import flags, quoted, reporter, require_torch
 
 if TYPE_CHECKING:
     from elsi_edge.artifacts import DraftConfig
@@ -61,7 +61,7 @@ def train(
             reporter=reporter(bar), target_fingerprint=source.fingerprint, fresh=fresh,
         )  # fmt: skip
     _report(config, target, json=json)
-    common.next_command(f"elsi-edge export {quoted(model)}" + (f" --draft {quoted(out)}" if out else ""))
+    common.next_command(f"elsi-edge export {quoted(model)}{flags(draft=out, work=work)}")
 
 
 def _taps(text: str) -> tuple[int, ...]:
