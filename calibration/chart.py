@@ -1,19 +1,25 @@
-"""The entropy wave: matrix entropy over taps, as text for a terminal and as a picture."""
+"""The entropy wave, matrix entropy over taps, as text and as a picture; and what a calibration found."""
 
 import importlib.util
-import io
 import math
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from elsi_edge import fsio
 from elsi_edge.artifacts import LayerSelection
+from elsi_edge.calibration import words
+from elsi_edge.calibration.analysis import Analysis
 from elsi_edge.errors import ConfigError, MissingExtraError
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _ASCII = " .#"  # empty, up to half, full
 _AXIS = 7  # columns left of the bars
 _LABEL_EVERY = 5  # taps
+_MOST_OF_ONE = 7  # lines of one sentence of the verdict
+_MOST_RULES = 10  # lines of its table
+_MOST_CELL = 24  # characters
 PICTURE_FORMATS = (".png", ".svg")
 
 
@@ -23,9 +29,10 @@ def wave(selection: LayerSelection, *, width: int = 80, height: int = 8, ascii_o
     Bars start somewhat under the lowest value, so that the wave shows. Where taps outnumber the columns, neighbours
     share one bar, the highest of them. No colour is used. Raises ConfigError for a selection without measurements.
     """
-    values = selection.entropy
-    if not values:
+    found = [value for value in selection.entropy if math.isfinite(value)]
+    if not found:
         raise ConfigError("this selection holds no measured entropies to draw; calibrate again")
+    values = [value if math.isfinite(value) else min(found) for value in selection.entropy]
     room = max(1, width - _AXIS)
     shared = math.ceil(len(values) / room)  # taps per bar
     bars = [max(values[i : i + shared]) for i in range(0, len(values), shared)]
@@ -77,29 +84,64 @@ def save_wave(selection: LayerSelection, path: Path) -> None:
     check_picture(path)
     if not selection.entropy:
         raise ConfigError("this selection holds no measured entropies to draw; calibrate again")
-    import matplotlib
-    from matplotlib.figure import Figure
+    from elsi_edge.calibration import plots
 
-    with matplotlib.rc_context({"svg.hashsalt": "elsi-edge", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(7.0, 3.2), layout="constrained")
-        _draw(figure.subplots(), selection)
-        buffer = io.BytesIO()
-        kind = path.suffix.lower().lstrip(".")
-        figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {"Software": None})
-    fsio.write_bytes(path, buffer.getvalue())
+    def draw(axes: Any) -> None:
+        plots.draw_wave(selection, axes, selection.settings.get("final_norm_entropy"))
+        axes.set_title(f"{selection.model}: {selection.method}, {selection.describe()}")
+        axes.legend()
+
+    fsio.write_bytes(path, plots.picture(draw, height=3.2, kind=path.suffix.lower().lstrip(".")))
 
 
-def _draw(axes: Any, selection: LayerSelection) -> None:
-    taps = list(range(len(selection.entropy)))
-    axes.plot(taps[1:], selection.entropy[1:], marker="o", markersize=3, color="#1f5fa8", label="taps 1 to L")
-    axes.plot(taps[:1], selection.entropy[:1], "o", color="#999999", markersize=4, label="tap 0, not eligible")
-    final = selection.settings.get("final_norm_entropy")
-    if final is not None:
-        axes.plot(taps[-1:], [final], "s", color="#999999", markersize=4, label="after the final norm")
-    if selection.state == "residual":
-        chosen = [selection.entropy[tap] for tap in selection.taps]
-        axes.plot(selection.taps, chosen, "o", color="#c0392b", markersize=8, fillstyle="none", label="chosen")
-    axes.set_xlabel("tap (residual stream entering block t)")
-    axes.set_ylabel("matrix entropy, nats")
-    axes.set_title(f"{selection.model}: {selection.method}, {selection.describe()}", fontsize=10)
-    axes.legend(fontsize=8, frameon=False)
+def summary(analysis: Analysis, width: int = 80, ascii_only: bool = False) -> str:
+    """The wave, the pick, the verdict and the rules, as some 40 lines of at most `width` columns.
+
+    What does not fit into the lines ends in "..."; the HTML report has all of it. Raises ConfigError as `wave` does.
+    """
+    selection = analysis.selection
+    lines = wave(selection, width=width, ascii_only=ascii_only).splitlines()
+    nats = "" if selection.joint_entropy is None else f", {words.number(selection.joint_entropy)} nats"
+    lines += ["", *_wrapped([f"Pick ({selection.method}, m = {selection.m}): {selection.describe()}{nats}"], width, 3)]
+    text = "answers of the target" if selection.settings.get("text") == "answers" else "prompts"
+    lines += _wrapped(
+        [f"measured on {selection.prompts} {text}, {selection.tokens} positions kept ({selection.keep:.0%} of each)"],
+        width,
+        2,
+    )
+    table = _rules(analysis, width)[:_MOST_RULES]
+    for sentence in analysis.verdict:
+        lines += textwrap.wrap(
+            f"- {sentence}", width, subsequent_indent="  ", max_lines=_MOST_OF_ONE, placeholder=" ..."
+        )
+    if table:
+        lines += ["", *table]
+    whole = "\n".join(line.rstrip() for line in lines)
+    return whole.encode("ascii", "replace").decode() if ascii_only else whole
+
+
+def _wrapped(sentences: Sequence[str], width: int, most: int) -> list[str]:
+    lines = textwrap.wrap(" ".join(sentences), width)
+    if len(lines) <= most:
+        return lines
+    return [*lines[: most - 1], textwrap.shorten(" ".join(lines[most - 1 :]), width, placeholder=" ...")]
+
+
+def _rules(analysis: Analysis, width: int) -> list[str]:
+    """A heading and a line per rule, the chosen one starred; columns that do not fit are left out from the right."""
+    rows = [("", "rule", "taps", "nats", "mean CKA", "probe")]
+    for rule in sorted(analysis.rules, key=lambda rule: not rule.chosen):  # the chosen one is never cut off
+        taps = ", ".join(map(str, rule.taps)) if rule.state == "residual" else "after norm"
+        cka = words.number(rule.mean_cka, 2) if len(rule.taps) > 1 else words.NOTHING
+        mark = "*" if rule.chosen else ""
+        rows.append((mark, rule.name, taps, words.number(rule.joint_entropy), cka, words.percent(rule.probe)))
+    if len(rows) == 1:
+        return []
+    widths = [min(_MOST_CELL, max(map(len, column))) for column in zip(*rows, strict=True)]
+    while len(widths) > 1 and sum(widths) + 2 * (len(widths) - 1) > width:
+        widths.pop()
+    lines = []
+    for row in rows:
+        cells = [f"{cell[:w]:{'>' if i > 2 else '<'}{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=False))]
+        lines.append(f"{cells[0]} {'  '.join(cells[1:])}"[:width])
+    return lines

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from elsi_edge.errors import ConfigError, SelectionError
 
 Score = Callable[[tuple[int, ...]], float]  # of a set of taps, ascending
+Prepare = Callable[[Sequence[tuple[int, ...]]], None]  # told which sets will be scored
 
 DEFAULT_CKA_WEIGHT = 0.5
 """Nats that one unit of mean pairwise CKA costs ELSI-C; 0 gives ELSI.
@@ -39,10 +40,11 @@ def candidates(blocks: int) -> range:
     return range(1, blocks + 1)
 
 
-def greedy(taps: Sequence[int], m: int, score: Score) -> Choice:
+def greedy(taps: Sequence[int], m: int, score: Score, prepare: Prepare | None = None) -> Choice:
     """From every seed tap add, m - 1 times, the tap that raises the score of the set most; keep the best set of all.
 
-    Ties go to the lower taps. Raises ConfigError when m does not lie in 1..number of candidates.
+    Ties go to the lower taps. `prepare` is told which sets will be scored next, to measure them together. Raises
+    ConfigError when m does not lie in 1..number of candidates.
     """
     if not 1 <= m <= len(taps):
         raise ConfigError(f"m is {m}, it must lie in 1..{len(taps)}, the number of candidate taps")
@@ -53,14 +55,18 @@ def greedy(taps: Sequence[int], m: int, score: Score) -> Choice:
             scores[members] = score(members)
         return scores[members]
 
-    finals = set()
-    for seed in taps:
-        members: tuple[int, ...] = (seed,)
-        while len(members) < m:
-            grown = [tuple(sorted((*members, tap))) for tap in taps if tap not in members]
-            members = max(grown, key=lambda s: (scored(s), tuple(-t for t in s)))
-        finals.add(members)
-    best = max(sorted(finals), key=lambda s: (scored(s), tuple(-t for t in s)))
+    def grown(members: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [tuple(sorted((*members, tap))) for tap in taps if tap not in members]
+
+    def rank(members: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        return scored(members), tuple(-t for t in members)
+
+    finals: set[tuple[int, ...]] = {(seed,) for seed in taps}
+    for _ in range(m - 1):
+        if prepare is not None:
+            prepare(sorted({larger for members in finals for larger in grown(members)}))
+        finals = {max(grown(members), key=rank) for members in finals}
+    best = max(sorted(finals), key=rank)
     return Choice(taps=best, score=scored(best), evaluated=len(scores))
 
 
@@ -72,20 +78,26 @@ def mean_pairwise_cka(members: Sequence[int], cka: NDArray[np.floating]) -> floa
     return float(pairs.mean())
 
 
-def elsi(blocks: int, m: int, joint_entropy: Score) -> Choice:
+def elsi(blocks: int, m: int, joint_entropy: Score, prepare: Prepare | None = None) -> Choice:
     """ELSI: the set of m taps with the greatest joint matrix entropy (greedy from every seed)."""
-    return greedy(candidates(blocks), m, joint_entropy)
+    return greedy(candidates(blocks), m, joint_entropy, prepare)
 
 
 def elsi_c(
-    blocks: int, m: int, joint_entropy: Score, cka: NDArray[np.floating], *, weight: float = DEFAULT_CKA_WEIGHT
+    blocks: int,
+    m: int,
+    joint_entropy: Score,
+    cka: NDArray[np.floating],
+    *,
+    weight: float = DEFAULT_CKA_WEIGHT,
+    prepare: Prepare | None = None,
 ) -> Choice:
     """ELSI-C: as ELSI, scored by joint entropy minus `weight` times the set's mean pairwise CKA, so that the members
     come from different compartments. cka [L + 1, L + 1] is indexed by tap.
     """
     if not weight >= 0.0:
         raise ConfigError(f"the CKA weight is {weight}, it must be at least 0")
-    return greedy(candidates(blocks), m, lambda s: joint_entropy(s) - weight * mean_pairwise_cka(s, cka))
+    return greedy(candidates(blocks), m, lambda s: joint_entropy(s) - weight * mean_pairwise_cka(s, cka), prepare)
 
 
 def eagle3_taps(blocks: int) -> tuple[int, int, int]:
@@ -96,6 +108,13 @@ def eagle3_taps(blocks: int) -> tuple[int, int, int]:
             "choose with elsi, or name the taps"
         )
     return (2, blocks // 2, blocks - 3)
+
+
+def uniform(blocks: int, m: int) -> tuple[int, ...]:
+    """The rule that looks at nothing: the middles of m equal parts of taps 1..L."""
+    if not 1 <= m <= blocks:
+        raise ConfigError(f"m is {m}, it must lie in 1..{blocks}, the number of candidate taps")
+    return tuple(1 + ((2 * part + 1) * blocks) // (2 * m) for part in range(m))
 
 
 def low_entropy(entropy: Sequence[float] | NDArray[np.floating], m: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from elsi_edge.errors import ConfigError, ElsiError
 
 T = TypeVar("T")
 
-Method = Literal["elsi", "elsi-c", "eagle3", "eagle2", "low-entropy"]
+Method = Literal["elsi", "elsi-c", "eagle3", "eagle2", "low-entropy", "uniform"]
 StateKind = Literal["residual", "final-norm"]
 Precision = Literal["int4", "int8", "fp32"]
 HeadKind = Literal["own", "tied"]
@@ -76,6 +76,12 @@ class LayerSelection:
     target_fingerprint: str = ""
     model: str = ""  # the reference as the user gave it
     settings: Mapping[str, Any] = field(default_factory=dict)  # normalisation, skipped positions, estimator
+    entropy_interval: tuple[tuple[float, ...], ...] = ()  # (low, high) nats per tap, 95 %, over prompts
+    stability: Mapping[str, Any] = field(default_factory=dict)  # wins per tap and set, where the pick settles
+    probe: Mapping[str, Any] = field(default_factory=dict)  # ridge cross-check: agreement per tap, set and rule
+    compartments: tuple[tuple[int, ...], ...] = ()  # (first, last) tap of each region of like taps
+    cka_transitions: tuple[int, ...] = ()  # first taps of all compartments but the first
+    variance: Mapping[str, Any] = field(default_factory=dict)  # of entropies between prompts: raw, filtered, random
     format_version: int = 1
 
     def __post_init__(self) -> None:

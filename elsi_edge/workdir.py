@@ -28,6 +28,11 @@ class WorkDir:
         return self.root / "selection.json"
 
     @property
+    def calibration(self) -> Path:
+        """Directory of `calibrate`'s report, and of what an interrupted run goes on from."""
+        return self.root / "calibration"
+
+    @property
     def shards(self) -> Path:
         """Directory that `distill` writes."""
         return self.root / "shards"

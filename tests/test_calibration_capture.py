@@ -1,6 +1,9 @@
 """Tap capture against a forward pass written by hand, batching, and the models that are refused."""
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,13 @@ from numpy.typing import NDArray
 
 from elsi_edge.calibration import capture
 from elsi_edge.errors import DataError, ModelError
+from elsi_edge.weights import list_tensors
+from tests.figures import random_model
+from tests.forward_by_hand import Pass, llama
 from tests.tiny_text import CONFIG, llama_weights, write_model_dir
 
 torch = pytest.importorskip("torch")
 
-Floats = NDArray[np.float64]
 SMALL: dict[str, Any] = {**CONFIG, "num_hidden_layers": 3}
 
 
@@ -27,53 +32,22 @@ def weights(config: dict[str, Any] = SMALL) -> dict[str, NDArray[np.float32]]:
     }
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small wait for threads more than they compute."""
+    with capture.torch_threads(1):
+        yield
+
+
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_dir(tmp_path_factory.mktemp("capture") / "tiny", config=SMALL, weights=weights())
 
 
-def rms(x: Floats, gain: NDArray[np.float32]) -> Floats:
-    scaled: Floats = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + SMALL["rms_norm_eps"]) * gain
-    return scaled
-
-
-def rotate(x: Floats) -> Floats:
-    """Rotary embedding of [T, heads, D], halves of the head paired."""
-    length, _, width = x.shape
-    angles = np.arange(length)[:, None] / SMALL["rope_theta"] ** (np.arange(0, width, 2) / width)
-    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-    left, right = x[..., : width // 2], x[..., width // 2 :]
-    return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
-
-
-def attend(x: Floats, w: dict[str, NDArray[np.float32]], at: str) -> Floats:
-    length, groups, head = len(x), SMALL["num_attention_heads"] // SMALL["num_key_value_heads"], SMALL["head_dim"]
-    q, k, v = ((x @ w[f"{at}self_attn.{n}_proj.weight"].T).reshape(length, -1, head) for n in "qkv")
-    q, k, v = rotate(q), rotate(k).repeat(groups, axis=1), v.repeat(groups, axis=1)
-    scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(head) + np.triu(np.full((length, length), -np.inf), k=1)
-    p = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    mixed = np.einsum("hts,shd->thd", p / p.sum(axis=-1, keepdims=True), v).reshape(length, -1)
-    out: Floats = mixed @ w[f"{at}self_attn.o_proj.weight"].T
-    return out
-
-
-def by_hand(ids: list[int]) -> tuple[Floats, Floats, Floats]:
-    """Taps 0..L [L + 1, T, E], the state after the final norm [T, E], the predictive entropy [T]."""
-    w = weights()
-    x = w["model.embed_tokens.weight"][ids].astype(np.float64)
-    taps = [x]
-    for block in range(SMALL["num_hidden_layers"]):
-        at = f"model.layers.{block}."
-        x = x + attend(rms(x, w[at + "input_layernorm.weight"]), w, at)
-        h = rms(x, w[at + "post_attention_layernorm.weight"])
-        gate = h @ w[at + "mlp.gate_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ w[at + "mlp.up_proj.weight"].T)) @ w[at + "mlp.down_proj.weight"].T
-        taps.append(x)
-    final = rms(x, w["model.norm.weight"])
-    logits = final @ w["model.embed_tokens.weight"].T
-    log_p = logits - logits.max(axis=-1, keepdims=True)
-    log_p -= np.log(np.exp(log_p).sum(axis=-1, keepdims=True))
-    return np.stack(taps), final, -(np.exp(log_p) * log_p).sum(axis=-1)
+def by_hand(ids: list[int]) -> Pass:
+    """What the directory's model does with one prompt."""
+    named = {name: w.astype(np.float64) for name, w in weights().items()}
+    return llama(ids, SMALL, {**named, "lm_head.weight": named["model.embed_tokens.weight"]})
 
 
 PROMPTS = [[7, 8, 9, 250, 30], [60], [100, 2, 4, 90, 91, 92, 93, 94, 95, 110, 11], [12, 13]]
@@ -83,20 +57,18 @@ def test_taps_are_the_block_inputs(model_dir: Path) -> None:
     found = {p.index: p for p in capture.capture(capture.load_target(model_dir), PROMPTS, blocks=3)}
     assert sorted(found) == [0, 1, 2, 3]
     for index, ids in enumerate(PROMPTS):
-        taps, final, entropy = by_hand(ids)
+        wanted = by_hand(ids)
         assert found[index].states.shape == (4, len(ids), 64) and found[index].states.dtype == np.float32
-        np.testing.assert_allclose(found[index].states, taps, atol=2e-4)
-        np.testing.assert_allclose(found[index].final_norm, final, atol=2e-4)
-        np.testing.assert_allclose(found[index].entropy, entropy, atol=2e-4)
-        # each tap is told from its neighbours, and L from the state after the norm
-        assert min(np.abs(taps[t + 1] - taps[t]).max() for t in range(3)) > 0.05
-        assert np.abs(taps[3] - final).max() > 0.05
+        np.testing.assert_allclose(found[index].states, wanted.taps, atol=2e-4)
+        np.testing.assert_allclose(found[index].final_norm, wanted.final_norm, atol=2e-4)
+        np.testing.assert_allclose(found[index].entropy, wanted.entropy, atol=2e-4)
+        np.testing.assert_array_equal(found[index].argmax, wanted.argmax)
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 8, 10_000])
 def test_batches_change_nothing_but_rounding(model_dir: Path, batch_tokens: int) -> None:
     model = capture.load_target(model_dir)
-    alone = {p.index: p for ids in range(4) for p in capture.capture(model, PROMPTS, batch_tokens=1)}
+    alone = {p.index: p for p in capture.capture(model, PROMPTS, batch_tokens=1)}
     for prompt in capture.capture(model, PROMPTS, batch_tokens=batch_tokens):
         np.testing.assert_allclose(prompt.states, alone[prompt.index].states, atol=1e-5)
         np.testing.assert_allclose(prompt.entropy, alone[prompt.index].entropy, atol=1e-5)
@@ -138,25 +110,14 @@ def test_families_with_other_names_for_their_parts() -> None:
     neox = GPTNeoXForCausalLM(config).eval()
     stack = capture.find_stack(neox)
     assert stack.blocks == tuple(neox.gpt_neox.layers) and stack.final_norm is neox.gpt_neox.final_layer_norm
-    prompt = next(capture.capture(neox, [[1, 2, 3]]))
-    assert prompt.states.shape == (3, 3, 32)
-    hidden = neox.gpt_neox(input_ids=torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states
-    np.testing.assert_allclose(prompt.states[:2], torch.cat(hidden[:2]).detach().numpy(), atol=1e-5)
-    np.testing.assert_allclose(prompt.final_norm, hidden[2][0].detach().numpy(), atol=1e-5)
 
 
-def test_recurrent_and_hybrid_models_are_refused(tmp_path: Path) -> None:
-    from transformers import Lfm2Config, MambaConfig
+def test_a_hybrid_by_the_kinds_of_its_blocks_is_refused(tmp_path: Path) -> None:
+    from transformers import Lfm2Config
 
-    configs = {
-        "mamba": (MambaConfig(num_hidden_layers=1), "mamba has .* blocks"),
-        "lfm2": (Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]), "lfm2 has conv blocks"),
-    }
-    for name, (config, message) in configs.items():
-        config.save_pretrained(tmp_path / name)  # refused from the configuration, before any weights are read
-        with pytest.raises(ModelError, match=message + "; recurrent and hybrid models are not supported") as error:
-            capture.load_target(tmp_path / name)
-        assert "\n" not in str(error.value)
+    Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"]).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="lfm2 has conv blocks; recurrent and hybrid models are not supported"):
+        capture.load_target(tmp_path)
 
 
 def test_a_model_that_says_it_keeps_a_state_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,3 +146,79 @@ def test_no_stack_is_said() -> None:
 
     with pytest.raises(ModelError, match="Flat: no stack of decoder blocks"):
         capture.find_stack(Flat())
+
+
+BRIEF: dict[str, Any] = {
+    **{
+        key: value
+        for key, value in random_model.config("qwen3-150m").items()
+        if key not in ("rope_theta", "torch_dtype")
+    },
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+}
+SPELLINGS: dict[str, dict[str, Any]] = {
+    "top": {"rope_theta": 5000.0, "torch_dtype": "bfloat16"},
+    "nested": {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "dtype": "bfloat16"},
+    "neither": {"rope_theta": 5000.0},
+    "other": {"rope_theta": 5000.0, "dtype": "float32"},
+    "scaling": {"rope_theta": 5000.0, "rope_scaling": None},
+}
+
+
+def test_spellings_of_one_configuration_are_one_model(tmp_path: Path) -> None:
+    """bfloat16 stays that, whatever config.json says of it, and the rotary base is found."""
+    found: dict[str, capture.PromptStates] = {}
+    for name, spelling in SPELLINGS.items():
+        random_model.write(tmp_path / name, {**BRIEF, **spelling})
+        model = capture.load_target(tmp_path / name)
+        assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+        found[name] = next(capture.capture(model, [PROMPTS[2]]))
+    for prompt in found.values():
+        np.testing.assert_array_equal(prompt.states, found["top"].states)
+        np.testing.assert_array_equal(prompt.entropy, found["top"].entropy)
+    random_model.write(tmp_path / "far", {**BRIEF, "rope_theta": 500_000.0})
+    far = next(capture.capture(capture.load_target(tmp_path / "far"), [PROMPTS[2]]))
+    assert np.abs(far.states - found["top"].states).max() > 0.01
+
+
+def test_float16_is_read_as_float32(model_dir: Path, tmp_path: Path) -> None:
+    model = capture.load_target(model_dir)
+    model.half().save_pretrained(tmp_path)  # type: ignore[operator]
+    assert {ref.dtype for ref in list_tensors(tmp_path).values()} == {"F16"}
+    loaded = capture.load_target(tmp_path)
+    assert {weight.dtype for weight in loaded.parameters()} == {torch.float32}
+
+
+_PEAK = """
+import sys
+from pathlib import Path
+import torch, transformers.models.qwen3.modeling_qwen3
+from elsi_edge.calibration import capture
+def peak():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+torch.set_num_threads(1)
+bare = peak()
+model = capture.load_target(Path(sys.argv[1]))
+loaded = peak()
+next(capture.capture(model, [[1, 2, 3, 4]]))
+print(bare, loaded, peak(), sum(p.numel() * p.element_size() for p in model.parameters()))
+"""
+
+
+@pytest.mark.slow
+def test_weights_are_held_once(tmp_path: Path) -> None:
+    """After a forward pass, which touches every weight: a second copy would be as large again."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("peak memory is read from /proc")
+    size = 2 * random_model.write(tmp_path, random_model.config("qwen3-150m"))
+    done = subprocess.run([sys.executable, "-c", _PEAK, str(tmp_path)], capture_output=True, text=True, check=True)
+    bare, loaded, used, held = map(int, done.stdout.split())
+    assert held == size
+    assert loaded - bare < 1.1 * size
+    assert used - bare < 1.3 * size  # a few tens of megabytes are torch itself, used for the first time

@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as budget
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from elsi_edge.calibration import selection
-from elsi_edge.calibration.statistics import SetEntropy, linear_cka
+from elsi_edge.calibration.cka import linear_cka
+from elsi_edge.calibration.statistics import SetEntropy, centred
 from elsi_edge.errors import ConfigError, SelectionError
 
 BLOCKS = 4
@@ -32,7 +36,7 @@ def planted() -> NDArray[np.float64]:
 
 
 def test_joint_selection_beats_ranking_single_taps() -> None:
-    joint = SetEntropy(planted(), "centered")
+    joint = SetEntropy(centred(planted(), "centered"))
     ranked = sorted(range(1, 5), key=lambda tap: -joint((tap,)))[:2]
     assert sorted(ranked) == [1, 2]  # ranking takes the duplicate
     choice = selection.elsi(BLOCKS, 2, joint)
@@ -76,9 +80,57 @@ def test_cka_penalty_spreads_the_members() -> None:
 
 
 def test_elsi_c_leaves_a_compartment_on_planted_states() -> None:
-    states = planted()
-    choice = selection.elsi_c(BLOCKS, 2, SetEntropy(states, "centered"), linear_cka(states, "centered"))
+    rows = centred(planted(), "centered")
+    choice = selection.elsi_c(BLOCKS, 2, SetEntropy(rows), linear_cka(rows))
     assert choice.taps in ((1, 3), (2, 3))
+
+
+@pytest.mark.parametrize("copy", ["itself", "turned", "turned and four times as large"])
+def test_a_duplicate_is_not_picked_twice(copy: str) -> None:
+    # Taps 1 to 3 hold 8, 5 and 3 directions of their own, tap 4 repeats tap 1: two singles of highest entropy.
+    rich, poorer, poorest = (padded(directions(count, seed), seed) for count, seed in ((8, 1), (5, 2), (3, 3)))
+    turn = np.linalg.qr(np.random.default_rng(9).normal(size=(WIDTH, WIDTH)))[0] if "turned" in copy else np.eye(WIDTH)
+    twin = (4.0 if "four" in copy else 1.0) * rich @ turn
+    rows = centred(np.stack([rich, rich, poorer, poorest, twin]), "unit")
+    joint = SetEntropy(rows)
+    assert sorted(range(1, 5), key=lambda tap: -joint((tap,)))[:2] in ([1, 4], [4, 1])
+    cka = linear_cka(rows)
+    for m in (2, 3):
+        for taps in (selection.elsi(BLOCKS, m, joint).taps, selection.elsi_c(BLOCKS, m, joint, cka).taps):
+            assert not {1, 4} <= set(taps) and 2 in taps
+
+
+@budget(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 2**20), blocks=st.integers(1, 7), data=st.data())
+def test_elsi_c_without_weight_is_elsi_and_prepare_changes_nothing(seed: int, blocks: int, data: st.DataObject) -> None:
+    draw = np.random.default_rng(seed)
+    rows = centred(draw.normal(size=(blocks + 1, 20, 5)) * draw.uniform(0.2, 1.0, size=(blocks + 1, 1, 5)), "unit")
+    m = data.draw(st.integers(1, blocks))
+    joint = SetEntropy(rows)
+    plain = selection.elsi(blocks, m, joint)
+    assert selection.elsi_c(blocks, m, joint, linear_cka(rows), weight=0.0) == plain
+    told: list[tuple[int, ...]] = []
+    assert selection.elsi(blocks, m, joint, told.extend) == plain
+    assert 0 not in plain.taps and len(set(plain.taps)) == m == len(plain.taps)
+    if m > 1:
+        assert plain.taps in told  # whatever is scored late was announced
+    # The seed of highest single entropy is among those tried, so that no greedy path from it can be better.
+    path = (max(range(1, blocks + 1), key=lambda t: joint((t,))),)
+    while len(path) < m:
+        path = max((tuple(sorted((*path, t))) for t in range(1, blocks + 1) if t not in path), key=joint)
+    assert plain.score >= joint(path) - 1e-12
+
+
+@pytest.mark.parametrize(
+    ("blocks", "m", "taps"), [(30, 1, (16,)), (30, 3, (6, 16, 26)), (3, 3, (1, 2, 3)), (1, 1, (1,))]
+)
+def test_uniform_taps(blocks: int, m: int, taps: tuple[int, ...]) -> None:
+    assert selection.uniform(blocks, m) == taps
+    for size in range(1, blocks + 1):
+        found = selection.uniform(blocks, size)
+        assert len(set(found)) == size and found == tuple(sorted(found)) and found[0] >= 1 and found[-1] <= blocks
+    with pytest.raises(ConfigError, match=rf"m is {blocks + 1}"):
+        selection.uniform(blocks, blocks + 1)
 
 
 @pytest.mark.parametrize("m", [0, -1, 5])

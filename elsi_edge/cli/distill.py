@@ -52,7 +52,7 @@ def distill(
     source = resolve(model)
     place = WorkDir.for_model(source.slug, work)
     selection = _selection(taps, source.shape, place, model)
-    runner, codec = _open_bundle(bundle or place.plain_bundle("int4"), threads, source.fingerprint, model)
+    runner, codec = open_bundle(bundle or place.plain_bundle("int4"), threads, source.fingerprint, model)
     shards = out or place.shards
     total = len(given if given is not None else rows)
     with common.progress("distill", float(min(total, count or total)), "rows") as bar:
@@ -99,7 +99,8 @@ def _selection(text: str, shape: "ModelShape", place: "WorkDir", model: str) -> 
         raise SelectionError(str(error)) from error
 
 
-def _open_bundle(path: Path, threads: int, fingerprint: str, model: str) -> "tuple[TargetRunner, TextCodec]":
+def open_bundle(path: Path, threads: int, fingerprint: str, model: str) -> "tuple[TargetRunner, TextCodec]":
+    """A plain bundle of the model with this fingerprint, to answer and to give states. Raises BundleError."""
     from elsi_edge.errors import BundleError
     from elsi_edge.runtime.target_runner import open_target_runner
     from elsi_edge.text import TextCodec

@@ -228,19 +228,18 @@ def _require_agreement(
 
 def _calibrate(source: "SourceModel", m: int | None, place: "WorkDir") -> "LayerSelection":
     """Choose the taps with the defaults of `calibrate`, and leave the selection where it would."""
-    from elsi_edge import fsio
-    from elsi_edge.calibration import CalibrationSettings, calibrate
+    from elsi_edge.calibration import CalibrationSettings
     from elsi_edge.cli import common
-    from elsi_edge.machine import cores
+    from elsi_edge.cli.calibrate import Run
     from elsi_edge.prompts import builtin_calibration_prompts
 
     common.note(f"no selection at {place.selection_path} and no draft: calibrating")
-    rows = builtin_calibration_prompts()
-    found = calibrate(source, rows, CalibrationSettings(m=m), common.progress, threads=cores().usable)
-    for warning in found.settings["warnings"]:
-        common.note(f"warning: {warning}")
-    fsio.write_json(place.selection_path, found.to_json())
-    return found
+    run = Run(source=source, place=place)
+    analysis = run.analyse(builtin_calibration_prompts(), CalibrationSettings(m=m))
+    if analysis is None:
+        raise SystemExit(0)
+    run.write(analysis, out=None, report=None, plot=None)
+    return analysis.selection
 
 
 def _report(manifest: "BundleManifest", out: Path, *, json: bool) -> None:

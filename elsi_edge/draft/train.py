@@ -22,12 +22,12 @@ from elsi_edge.draft.optimiser import MovingAverage, learning_rate, make_optimis
 from elsi_edge.draft.report import Reporter, Silent
 from elsi_edge.draft.resume import TrainState, clear, copy_weights, load_state, require_same_run, save_state
 from elsi_edge.draft.settings import TrainSettings
-from elsi_edge.draft.signals import stop_requests
 from elsi_edge.draft.source import SourceWeights, draft_config, initialise, read_source
 from elsi_edge.draft.unroll import PackedBatch
 from elsi_edge.draft.vocab import DraftVocab, choose_vocab, target_to_draft
 from elsi_edge.errors import DataError, DraftError
 from elsi_edge.fsio import require_free, require_writable, storage_errors, write_text
+from elsi_edge.stopping import stop_requests
 
 LOG = "log.jsonl"
 _ROOM = 400e6  # bytes: two checkpoints of a small draft while one replaces the other

@@ -1,0 +1,104 @@
+"""A half-done measurement on disk, so that an interrupted run goes on where it stopped."""
+
+import contextlib
+import hashlib
+import json
+import os
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elsi_edge import fsio
+from elsi_edge.calibration.settings import Note
+from elsi_edge.errors import StorageError
+
+EVERY_S = 60.0  # seconds between saves
+MOST_SHARE = 20.0  # times as long as the last save took, where that is more
+_META = "elsi-edge"
+_DTYPES = {"<f8": "F64", "<f4": "F32", "<i8": "I64"}  # numpy's names to those of safetensors
+
+
+class Checkpoint:
+    """One file of arrays and a JSON note; of another run, or damaged, it counts as not there."""
+
+    def __init__(self, path: Path | None, identity: Mapping[str, Any], note: Note) -> None:
+        self._path = path
+        self._identity = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        self._note = note
+        self._saved = time.monotonic()
+        self._every = EVERY_S
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to save again."""
+        return self._path is not None and time.monotonic() - self._saved >= self._every
+
+    def save(self, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]) -> bool:
+        """Write everything; a disk that is full costs the resume, not the run. Returns whether it was written."""
+        if self._path is None:
+            return False
+        started = time.monotonic()
+        try:
+            self._write(self._path, arrays, {_META: json.dumps({"identity": self._identity, **meta})})
+        except StorageError as error:
+            self._note(f"warning: progress is not saved: {error}")
+            return False
+        finally:
+            self._saved = time.monotonic()
+            self._every = max(EVERY_S, MOST_SHARE * (self._saved - started))
+        return True
+
+    @staticmethod
+    def _write(path: Path, arrays: Mapping[str, NDArray[Any]], metadata: dict[str, str]) -> None:
+        """A safetensors file, beside its final name and then renamed; from the arrays where they lie, since the
+        library's own `save` copies all of them twice and they may be gigabytes."""
+        header: dict[str, Any] = {"__metadata__": metadata}
+        offset = 0
+        for name, array in arrays.items():
+            end = offset + array.nbytes
+            header[name] = {"dtype": _DTYPES[array.dtype.str], "shape": array.shape, "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        partial = path.with_name(f"{path.name}.part")
+        with fsio.storage_errors(path):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with partial.open("wb") as handle:
+                    handle.write(struct.pack("<Q", len(text)) + text)
+                    for array in arrays.values():
+                        handle.write(np.ascontiguousarray(array).data)
+                    handle.flush()
+                    os.fsync(handle.fileno())
+                partial.replace(path)
+            finally:
+                with contextlib.suppress(OSError):
+                    partial.unlink(missing_ok=True)
+
+    def load(self) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] | None:
+        """What `save` wrote in a run with the same inputs, else None."""
+        if self._path is None or not self._path.is_file():
+            return None
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self._path, framework="numpy") as file:
+                meta = json.loads((file.metadata() or {}).get(_META, "{}"))
+                if meta.pop("identity", None) != self._identity:
+                    self._note(f"note: {self._path} belongs to a run with other inputs; starting over")
+                    return None
+                return {name: file.get_tensor(name) for name in list(file.keys())}, meta
+        except (SafetensorError, OSError, ValueError):
+            self._note(f"note: {self._path} is cut short; starting over")
+            return None
+
+    def clear(self) -> None:
+        """Delete the file."""
+        if self._path is not None:
+            with contextlib.suppress(OSError):  # a result is worth more than tidiness
+                self._path.unlink(missing_ok=True)

@@ -1,0 +1,96 @@
+"""What a calibration will take, said before it starts."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elsi_edge.artifacts import ModelShape
+from elsi_edge.calibration.settings import CalibrationSettings
+from elsi_edge.models import SourceModel
+from elsi_edge.weights import list_tensors
+
+_DOUBLE, _FLOAT = 8, 4
+_LARGE_S, _LARGE_BYTES = 20.0, 2e9
+_TRIAL_ROWS = 512
+_TRIAL_S = 0.3  # seconds of matrix products that the estimate rests on
+_EFFICIENCY = 0.7  # of the matrix speed that a whole forward pass reaches
+
+
+def statistics_bytes(shape: ModelShape, settings: CalibrationSettings, *, pairs: int = 6) -> int:
+    """Bytes that the statistics hold: with L taps beside tap 0, width E and a reservoir of R positions,
+
+    8 (L + 2) (E + 1) E for covariances, 4 (L + 1) R E for the reservoir and as much again while sets are scored, and
+    4 (3 (L + 2) + 2 + pairs) E^2 for the probe, where `pairs` are those within the sets that it fits.
+    """
+    taps, width = shape.blocks + 1, shape.width
+    covariances = _DOUBLE * (taps + 1) * (width + 1) * width
+    reservoir = 2 * _FLOAT * taps * settings.reservoir * width
+    probe = _FLOAT * (3 * (taps + 1) + 2 + pairs) * width**2 if settings.probe else 0
+    return covariances + reservoir + probe
+
+
+def batch_bytes(shape: ModelShape, tokens: int) -> int:
+    """Bytes of one batch's states, captured and as copies on the way to the sums."""
+    return 3 * _FLOAT * (shape.blocks + 2) * tokens * shape.width
+
+
+def weight_count(shape: ModelShape) -> int:
+    """Weights that a forward pass multiplies with, embeddings left out and the output head in."""
+    heads = shape.heads * shape.head_width
+    attention = 2 * shape.width * heads + 2 * shape.width * shape.kv_heads * shape.head_width
+    return shape.blocks * (attention + 3 * shape.width * shape.mlp_width) + shape.vocab_size * shape.width
+
+
+def forward_seconds(shape: ModelShape, lengths: Sequence[int], settings: CalibrationSettings) -> float:
+    """Seconds that the passes will take, right to about 2x, from a short trial of the speed of float32 products."""
+    rows = np.ones((_TRIAL_ROWS, shape.width), np.float32)
+    weights = np.ones((shape.width, shape.mlp_width), np.float32)
+    rows @ weights
+    start, done = time.perf_counter(), 0
+    while time.perf_counter() - start < _TRIAL_S:
+        rows @ weights
+        done += 1
+    speed = done * rows.size * shape.mlp_width / (time.perf_counter() - start)  # products a second
+    passes = 1.25 if settings.probe else 1.0
+    return passes * sum(lengths) * weight_count(shape) / (speed * _EFFICIENCY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a run will take."""
+
+    tokens: int  # of all prompts
+    seconds: float
+    memory: int  # bytes at the peak, the program's own aside
+    weights: int  # bytes of it that are the model's
+
+    @property
+    def large(self) -> bool:
+        """Whether one would like to know before it starts."""
+        return self.seconds > _LARGE_S or self.memory > _LARGE_BYTES
+
+    def __str__(self) -> str:
+        span = f"{self.seconds:.0f} s" if self.seconds < 90 else f"{self.seconds / 60:.0f} min"
+        if self.seconds >= 5400:
+            span = f"{self.seconds / 3600:.1f} h"
+        return (
+            f"estimate: {self.tokens:,} tokens in about {span} on the CPU; {self.memory / 1e9:.1f} GB of memory, "
+            f"{self.weights / 1e9:.1f} of it the weights"
+        )
+
+
+def estimate(model: SourceModel, lengths: Sequence[int], settings: CalibrationSettings) -> Estimate:
+    """Time and memory for prompts of these lengths, tokens."""
+    # float16 is read as float32, everything else as it is stored
+    weights = sum(
+        (ref.stop - ref.start) * (2 if ref.dtype == "F16" else 1) for ref in list_tensors(model.directory).values()
+    )
+    batch = max(max(lengths), min(settings.batch_tokens, sum(lengths)))
+    return Estimate(
+        tokens=sum(lengths),
+        seconds=forward_seconds(model.shape, lengths, settings),
+        memory=weights + statistics_bytes(model.shape, settings) + batch_bytes(model.shape, batch),
+        weights=weights,
+    )

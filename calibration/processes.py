@@ -1,0 +1,93 @@
+"""One calibration over several processes: `accelerate launch` splits the prompts, the statistics are summed."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Processes(Protocol):
+    """Who else works on the same calibration."""
+
+    rank: int
+    count: int
+
+    def sums(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Every array summed over all processes."""
+        ...
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The value of every process, by rank."""
+        ...
+
+    def from_first(self, value: Any) -> Any:
+        """The first process's value, on all of them."""
+        ...
+
+
+class Alone:
+    """A single process."""
+
+    rank = 0
+    count = 1
+
+    def sums(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """The arrays themselves."""
+        return dict(arrays)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The one value."""
+        return [value]
+
+    def from_first(self, value: Any) -> Any:
+        """The value itself."""
+        return value
+
+
+class Launched:
+    """Processes that `accelerate launch` started."""
+
+    def __init__(self) -> None:
+        from accelerate import PartialState
+
+        self._state = PartialState()
+        self.rank: int = self._state.process_index
+        self.count: int = self._state.num_processes
+
+    def sums(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Every array summed over all processes; a copy."""
+        import torch
+        from torch import distributed
+
+        found = {}
+        for name in sorted(arrays):
+            total = torch.from_numpy(np.array(arrays[name])).to(self._state.device)
+            distributed.all_reduce(total)
+            found[name] = total.cpu().numpy()
+        return found
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The value of every process, by rank."""
+        from accelerate.utils import gather_object
+
+        return list(gather_object([value]))
+
+    def from_first(self, value: Any) -> Any:
+        """The first process's value, on all of them."""
+        from accelerate.utils import broadcast_object_list
+
+        box = [value]
+        broadcast_object_list(box)
+        return box[0]
+
+
+def launched() -> bool:
+    """Whether this process is one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def processes() -> Processes:
+    """The processes of this run: alone, or those that `accelerate launch` started."""
+    return Launched() if launched() else Alone()

@@ -1,0 +1,121 @@
+"""How much a choice depends on which prompts were taken: a bootstrap over prompts, made linear.
+
+Drawing prompts anew and measuring again would cost an eigen-decomposition per tap and draw, and a draw's repeats would
+lower every entropy. Instead each kept position's *influence* on a tap's entropy (its first-order effect, the
+infinitesimal jackknife: Efron 1982; Davison and Hinkley 1997, 2.7) is summed by prompt; resampled entropies are then
+normal with the covariance of those sums. With covariance C = tau * rho of rows x and entropy S = -tr(rho log rho),
+
+    influence(x) = -(x' log(rho) x + S * x'x) / tau,
+
+whose mean over the rows is zero.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elsi_edge.calibration.statistics import FloatArray
+
+RESAMPLES = 1000
+STABLE_SHARE = 0.80  # of resamples that a stable pick wins
+LEAST_PROMPTS = 8  # under which nothing is said about stability
+_NORMAL_95 = 1.959964
+_FLOOR = 1e-15  # share of the spectrum under which a direction is rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resampled:
+    """Entropies and what prompts do to them."""
+
+    entropy: FloatArray  # [k] nats
+    covariance: FloatArray  # [k, k] of the entropies over draws of prompts
+    prompts: int  # that rows came from
+
+    def intervals(self) -> list[tuple[float, float]]:
+        """95 % intervals (low, high), nats."""
+        half = _NORMAL_95 * np.sqrt(np.clip(np.diag(self.covariance), 0.0, None))
+        return [(float(a), float(b)) for a, b in zip(self.entropy - half, self.entropy + half, strict=True)]
+
+    def wins(self, *, seed: int, eligible: NDArray[np.bool_] | None = None) -> FloatArray:
+        """Share of RESAMPLES draws in which each entry is the highest, [k]; `eligible` [k] says who may win."""
+        values, vectors = np.linalg.eigh(self.covariance)
+        # Negative values are noise of a sampled estimate. The root is symmetric, since eigenvectors of values that lie
+        # close turn with rounding and their product does not.
+        root = (vectors * np.sqrt(np.clip(values, 0.0, None))) @ vectors.T
+        draws = self.entropy + np.random.default_rng(seed).standard_normal((RESAMPLES, len(values))) @ root
+        if eligible is not None:
+            draws[:, ~eligible] = -np.inf
+        return np.bincount(np.argmax(draws, axis=1), minlength=len(values)) / RESAMPLES
+
+
+def influence(rows: NDArray[np.floating], values: FloatArray, vectors: FloatArray) -> FloatArray:
+    """Influence [n] of centred rows [n, D] on the entropy of the covariance with these eigenpairs [D], [D, D]."""
+    total = values.sum()
+    shares = np.clip(values, 0.0, None) / total
+    logs = np.log(np.where(shares > _FLOOR, shares, 1.0))
+    entropy = -(shares * logs).sum()
+    square = np.square(rows @ vectors.astype(rows.dtype)).astype(np.float64)  # shape: [n, D]
+    square[:, shares <= _FLOOR] = 0.0
+    found: FloatArray = -(square @ (logs + entropy)) / total
+    return found
+
+
+def resampled(entropy: Sequence[float], influences: FloatArray, prompt: NDArray[np.intp], *, total: int) -> Resampled:
+    """Entropies [k] with their covariance over draws of prompts, from influences [k, n] of n sampled rows.
+
+    prompt [n] says which prompt a row belongs to; the rows are a uniform sample of `total`. The sum over a prompt is
+    estimated from its sampled rows: products of two different rows stand for 1 / f^2 such pairs, a row with itself for
+    1 / f, where f = n / total. That can come out near or below zero by chance, so no variance is put below what rows
+    that know nothing of each other would have. The influences are not centred: over all rows their mean is zero, and
+    taking off the sample's would take off part of the variance.
+    """
+    count = influences.shape[1]
+    names, place = np.unique(prompt, return_inverse=True)
+    sums = np.zeros((len(entropy), len(names)))
+    for k, row in enumerate(influences):
+        sums[k] = np.bincount(place, weights=row, minlength=len(names))
+    fraction = min(1.0, count / max(total, 1))
+    own = influences @ influences.T
+    covariance = (sums @ sums.T - (1.0 - fraction) * own) / count**2
+    np.fill_diagonal(covariance, np.maximum(np.diag(covariance), fraction * np.diag(own) / count**2))
+    if len(names) > 1:
+        covariance *= len(names) / (len(names) - 1)
+    return Resampled(entropy=np.asarray(entropy, np.float64), covariance=covariance, prompts=len(names))
+
+
+def describe(wins: FloatArray, pick: int, prompts: int, *, settled: bool) -> tuple[bool, str]:
+    """Whether the single tap picked is stable, and one or two sentences. wins [L + 1] is indexed by tap."""
+    if prompts < LEAST_PROMPTS:
+        return (
+            False,
+            f"{prompts} prompts are too few to say whether tap {pick} is stable; give at least {LEAST_PROMPTS}.",
+        )
+    share = float(wins[pick])
+    text = f"Tap {pick} is the highest in {share:.0%} of {RESAMPLES} resamples of the {prompts} prompts"
+    rivals = [int(t) for t in np.argsort(-wins, kind="stable") if t != pick and wins[t] >= 0.01][:3]
+    if rivals:
+        text += "; " + ", ".join(f"tap {t} in {wins[t]:.0%}" for t in rivals)
+    stable = share >= STABLE_SHARE and settled
+    if stable:
+        return True, text + ". The pick is stable."
+    near = wins[max(1, pick - 1) : pick + 2].sum()
+    if not settled:
+        text += ". An earlier look, at fewer prompts, picked another tap, so it is not settled"
+    elif near >= STABLE_SHARE:
+        text += f". Not stable to the tap, but it and its neighbours win {near:.0%}, so little hangs on which"
+    else:
+        text += ". Not stable"
+    return False, text + ": more prompts may settle it (--until-stable)."
+
+
+def set_shares(best: Sequence[tuple[int, ...]], wins: FloatArray) -> list[dict[str, Any]]:
+    """Which sets win how often, most often first; those that never win are left out."""
+    found = [
+        {"taps": list(taps), "share": round(float(share), 4)}
+        for taps, share in zip(best, wins, strict=True)
+        if share > 0
+    ]
+    return sorted(found, key=lambda item: -item["share"])
