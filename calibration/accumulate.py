@@ -30,15 +30,19 @@ class CovarianceAccumulator:
 
         Raises SelectionError naming the tap for NaN or infinity.
         """
-        finite = np.isfinite(states).all(axis=(1, 2))
-        if not finite.all():
-            name = self.names[int(np.argmin(finite))]
-            raise SelectionError(f"{name} has NaN or infinite states; load the model in float32 or bfloat16")
+        self.require_finite(states)
         for tap in range(len(self.names)):
             scaled = normalise(states[tap], self.normalisation)
             self._second[tap] += scaled.T @ scaled
             self._sum[tap] += scaled.sum(axis=0)
         self.count += states.shape[1]
+
+    def require_finite(self, states: NDArray[np.floating]) -> None:
+        """Raise SelectionError naming the first tap of [taps, n, E] that has NaN or infinity."""
+        finite = np.isfinite(states).all(axis=(1, 2))
+        if not finite.all():
+            name = self.names[int(np.argmin(finite))]
+            raise SelectionError(f"{name} has NaN or infinite states; load the model in float32 or bfloat16")
 
     def mean(self, tap: int) -> FloatArray:
         """Mean row [E] of one tap, normalised; zeros where rows are not centred."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from elsi_edge.artifacts import ModelShape
+from elsi_edge.calibration import parallel
 from elsi_edge.calibration.settings import CalibrationSettings
 from elsi_edge.models import SourceModel
 from elsi_edge.weights import list_tensors
@@ -18,22 +19,34 @@ _TRIAL_S = 0.3  # seconds of matrix products that the estimate rests on
 _EFFICIENCY = 0.7  # of the matrix speed that a whole forward pass reaches
 
 
-def statistics_bytes(shape: ModelShape, settings: CalibrationSettings, *, pairs: int = 6) -> int:
+def statistics_bytes(
+    shape: ModelShape, settings: CalibrationSettings, *, pairs: int = 6, threads: int | None = None
+) -> int:
     """Bytes that the statistics hold: with L taps beside tap 0, width E and a reservoir of R positions,
 
-    8 (L + 2) (E + 1) E for covariances, 4 (L + 1) R E for the reservoir and as much again while sets are scored, and
-    4 (3 (L + 2) + 2 + pairs) E^2 for the probe, where `pairs` are those within the sets that it fits.
+    8 (L + 2) (E + 1) E for covariances,
+    4 (L + 1) R E for the reservoir, as much again for its copy while sets are scored, half for smaller samples of it,
+    4 (3 (L + 2) + 2 + pairs) E^2 for the probe, where `pairs` are those within the sets that it fits;
+
+    and for work in passing the larger of
+    512 (L + 1) R for CKA's Gram rows, 64 of every tap at a time, and
+    24 R E + 24 S^2 for each thread on a set of three taps, where S = min(3 E, R).
+
+    Saving progress takes 4 (L + 1) R E before any set is scored. threads: None is as many as `parallel.spread` uses.
     """
-    taps, width = shape.blocks + 1, shape.width
+    taps, width, rows = shape.blocks + 1, shape.width, settings.reservoir
     covariances = _DOUBLE * (taps + 1) * (width + 1) * width
-    reservoir = 2 * _FLOAT * taps * settings.reservoir * width
+    reservoir = 5 * _FLOAT * taps * rows * width // 2
     probe = _FLOAT * (3 * (taps + 1) + 2 + pairs) * width**2 if settings.probe else 0
-    return covariances + reservoir + probe
+    side = min(3 * width, rows)
+    of_a_thread = 24 * (rows * width + side**2)
+    working = max(512 * taps * rows, (threads or parallel.count()) * of_a_thread)
+    return covariances + reservoir + probe + working
 
 
 def batch_bytes(shape: ModelShape, tokens: int) -> int:
-    """Bytes of one batch's states, captured and as copies on the way to the sums."""
-    return 3 * _FLOAT * (shape.blocks + 2) * tokens * shape.width
+    """Bytes of one batch's states, captured and in three copies on the way to the sums, the probe's the largest."""
+    return 4 * _FLOAT * (shape.blocks + 2) * tokens * shape.width
 
 
 def weight_count(shape: ModelShape) -> int:

@@ -65,6 +65,10 @@ class Sums:
         Raises SelectionError naming the tap for NaN or infinity.
         """
         kept: list[NDArray[np.float32]] = []
+        for prompt in batch:  # the filter would pass over NaN, which no position is less sure than
+            if not np.isfinite(prompt.entropy).all():
+                self.covariances.require_finite(np.concatenate([prompt.states, prompt.final_norm[None]]))
+                raise SelectionError("the model's predictions are NaN; load the model in float32 or bfloat16")
         positions = [self._positions(prompt, first[prompt.index]) for prompt in batch]
         for prompt, chosen in zip(batch, positions, strict=True):
             rows = chosen["filtered"]
@@ -139,7 +143,7 @@ def measure(
 ) -> Measured:
     """Run the pass. Raises SelectionError naming the tap for states that cannot be measured, and KeyboardInterrupt
     after the batch in which `stop` was set, with everything so far saved."""
-    order = np.random.default_rng([settings.seed, 0]).permutation(len(rendered.ids)).tolist()
+    order = _order(rendered, settings)
     stages = _stages(order, settings)
     sums = Sums(plan, settings, len(order))
     settling: list[Settling] = []
@@ -233,6 +237,17 @@ def _stages(order: Sequence[int], settings: CalibrationSettings) -> list[list[in
     else:
         ends = sorted({count, *(count // part for part in (2, 4, 8) if count // part >= stability.LEAST_PROMPTS)})
     return [list(order[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def batches_of(rendered: Rendered, settings: CalibrationSettings) -> list[list[int]]:
+    """All batches of a pass on one process, in order; prompts by index."""
+    stages = _stages(_order(rendered, settings), settings)
+    return [batch for stage in stages for batch in _batches(stage, rendered, settings)]
+
+
+def _order(rendered: Rendered, settings: CalibrationSettings) -> list[int]:
+    order: list[int] = np.random.default_rng([settings.seed, 0]).permutation(len(rendered.ids)).tolist()
+    return order
 
 
 def _batches(stage: Sequence[int], rendered: Rendered, settings: CalibrationSettings) -> list[list[int]]:

@@ -22,13 +22,18 @@ _threads: ContextVar[int | None] = ContextVar("threads", default=None)
 
 
 @contextlib.contextmanager
-def threads(count: int | None) -> Iterator[None]:
+def threads(number: int | None) -> Iterator[None]:
     """Use so many threads within; None uses the cores that may be used."""
-    token = _threads.set(count)
+    token = _threads.set(number)
     try:
         yield
     finally:
         _threads.reset(token)
+
+
+def count() -> int:
+    """Threads that `spread` uses."""
+    return _threads.get() or cores().usable
 
 
 @functools.cache
@@ -40,9 +45,9 @@ def _libraries() -> ThreadpoolController:
 def spread(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """`[work(item) for item in items]`, on several threads; `work` should spend its time in numpy. Results do not
     depend on the number of threads. The first exception is raised."""
-    count = min(_threads.get() or cores().usable, len(items))
+    workers = min(count(), len(items))
     with _libraries().limit(limits=1, user_api="blas"):
-        if count < 2:
+        if workers < 2:
             return [work(item) for item in items]
-        with ThreadPoolExecutor(count) as pool:
+        with ThreadPoolExecutor(workers) as pool:
             return list(pool.map(work, items))

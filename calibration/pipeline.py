@@ -108,7 +108,7 @@ def analyse(
         "pass": streamed - loaded,
         "choose": chosen - streamed,
         "probe": checked - chosen,
-        "memory_bytes": float(cost.statistics_bytes(model.shape, settings)),
+        "memory_bytes": float(cost.statistics_bytes(model.shape, settings, threads=threads)),
     }
     store.clear()
     return conclusion.analysis(probe, seconds)
@@ -138,12 +138,15 @@ class _Conclusion:
             name: tuple(round(v, DIGITS) for v in parallel.spread(partial(_tap_entropy, name), list(sample.states)))
             for name in NORMALISATIONS
         }
-        centre_in_place(sample.states, "centered" if how == "raw" else how)
+        mean = sample.states.mean(axis=1, keepdims=True) if how == "raw" else None
+        centre_in_place(sample.states, "centered" if how == "raw" else how)  # CKA is of centred rows
         self._cka = linear_cka(sample.states, debiased=self._settings.debiased_cka)
         half = np.sort(sample.order[: max(4, len(sample.order) // 2)])
         half_cka = linear_cka(sample.states[:, half], debiased=self._settings.debiased_cka)
         self._cka_change = float(np.abs(self._cka - half_cka).max())
         self._compartments = compartments(self._cka)
+        if mean is not None:
+            np.add(sample.states, mean, out=sample.states)  # and raw sets are of rows as they are
         self._rules = rules.run(self._measured, sample, self._cka, self._m, self._settings, progress)
 
     def named_sets(self) -> dict[str, tuple[int, ...]]:

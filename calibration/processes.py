@@ -13,6 +13,7 @@ class Processes(Protocol):
 
     rank: int
     count: int
+    device: str  # torch's name of this process's own
 
     def sums(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Every array summed over all processes."""
@@ -32,6 +33,7 @@ class Alone:
 
     rank = 0
     count = 1
+    device = "cpu"
 
     def sums(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The arrays themselves."""
@@ -50,9 +52,11 @@ class Launched:
     """Processes that `accelerate launch` started."""
 
     def __init__(self) -> None:
+        import torch
         from accelerate import PartialState
 
-        self._state = PartialState()
+        self._state = PartialState(cpu=not torch.cuda.is_available())
+        self.device = str(self._state.device)
         self.rank: int = self._state.process_index
         self.count: int = self._state.num_processes
 

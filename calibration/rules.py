@@ -47,7 +47,8 @@ def known_sets(settings: CalibrationSettings, blocks: int) -> list[tuple[str, Se
 def run(
     measured: Measured, sample: Sample, cka: FloatArray, m: int, settings: CalibrationSettings, progress: Progress
 ) -> Rules:
-    """Run every rule. sample holds centred rows, cka [L + 1, L + 1] is indexed by tap."""
+    """Run every rule. sample holds rows as joint entropies want them, centred unless raw; cka [L + 1, L + 1] is indexed
+    by tap."""
     blocks = len(measured.entropy) - 1
     sets = search.Sets(sample.states, sample.order, blocks)
     prompt = np.array([prompt for prompt, _ in sample.where], np.intp)

@@ -174,8 +174,7 @@ def _influence(sets: Sets, taps: Set) -> FloatArray:
     if sets.rows >= wide.shape[1]:
         values, vectors = np.linalg.eigh((wide.T @ wide).astype(np.float64) / sets.rows)
         return stability.influence(wide, values, vectors)
-    # The sample side: its eigenpairs give those of the covariance that are not zero.
+    # The sample side: its eigenvectors are the rows' coordinates along those of the covariance, scaled.
     values, left = np.linalg.eigh((wide @ wide.T).astype(np.float64))
-    real = values > values[-1] * 1e-12
-    vectors = wide.T.astype(np.float64) @ left[:, real] / np.sqrt(values[real])
-    return stability.influence(wide.astype(np.float64), values[real] / sets.rows, vectors)
+    values = np.clip(values, 0.0, None)
+    return stability.influence_of_squares([np.square(left) * values], values / sets.rows)

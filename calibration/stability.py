@@ -10,7 +10,7 @@ normal with the covariance of those sums. With covariance C = tau * rho of rows 
 whose mean over the rows is zero.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ RESAMPLES = 1000
 STABLE_SHARE = 0.80  # of resamples that a stable pick wins
 LEAST_PROMPTS = 8  # under which nothing is said about stability
 _NORMAL_95 = 1.959964
+_ROWS = 256  # rows turned at a time
 _FLOOR = 1e-15  # share of the spectrum under which a direction is rounding
 
 
@@ -53,13 +54,20 @@ class Resampled:
 
 def influence(rows: NDArray[np.floating], values: FloatArray, vectors: FloatArray) -> FloatArray:
     """Influence [n] of centred rows [n, D] on the entropy of the covariance with these eigenpairs [D], [D, D]."""
+    turned = vectors.astype(rows.dtype)
+    return influence_of_squares(
+        (np.square(rows[at : at + _ROWS] @ turned) for at in range(0, len(rows), _ROWS)), values
+    )
+
+
+def influence_of_squares(squares: Iterable[NDArray[np.floating]], values: FloatArray) -> FloatArray:
+    """The same from squared coordinates along the eigenvectors, [rows, D] of some rows at a time."""
     total = values.sum()
     shares = np.clip(values, 0.0, None) / total
-    logs = np.log(np.where(shares > _FLOOR, shares, 1.0))
-    entropy = -(shares * logs).sum()
-    square = np.square(rows @ vectors.astype(rows.dtype)).astype(np.float64)  # shape: [n, D]
-    square[:, shares <= _FLOOR] = 0.0
-    found: FloatArray = -(square @ (logs + entropy)) / total
+    real = shares > _FLOOR
+    logs = np.log(np.where(real, shares, 1.0))
+    weights = np.where(real, (shares * logs).sum() - logs, 0.0) / total
+    found: FloatArray = np.concatenate([square.astype(np.float64) @ weights for square in squares])
     return found
 
 

@@ -63,7 +63,8 @@ def _entropies(states: NDArray[np.floating], normalisation: Normalisation) -> Fl
 
 def _largest(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Of each tap, [taps, 1, 1]."""
-    return np.maximum(np.abs(rows).max(axis=(1, 2), keepdims=True), np.float32(_TINY))
+    largest: NDArray[np.float32] = np.abs(rows).max(axis=(1, 2), keepdims=True)
+    return np.maximum(largest, np.float32(_TINY))
 
 
 def thinned(positions: NDArray[np.intp]) -> NDArray[np.intp]:
@@ -168,15 +169,15 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _words(rows: Sequence[Mapping[str, Any]], order: Mapping[str, float]) -> str:
-    ours = " / ".join(f"{row['reduction']:.0%}" for row in rows)
-    control = " / ".join(f"{row['reduction_random']:.0%}" for row in rows)
-    paper = " / ".join(f"{row['paper']:.1%}" for row in rows)
+    ours = " / ".join(f"{-row['reduction']:+.0%}" for row in rows)
+    control = " / ".join(f"{-row['reduction_random']:+.0%}" for row in rows)
+    paper = " / ".join(f"{-row['paper']:+.1%}" for row in rows)
     better = order["filtered"] - order["unfiltered"]
     agree = "agree more" if better > 0.02 else "agree less" if better < -0.02 else "agree about as much"
     return (
-        f"Keeping the least sure positions cuts the variance between prompts by {ours} in the early, middle and late "
-        f"band (paper: {paper}); as many positions drawn at random cut it by {control}. Prompts {agree} on the order "
-        f"of the taps with the filter (mean rank correlation {order['filtered']:.2f} against "
+        f"Keeping the least sure positions changes the variance between prompts by {ours} in the early, middle and "
+        f"late band (paper: {paper}); as many positions drawn at random change it by {control}. Prompts {agree} on the "
+        f"order of the taps with the filter (mean rank correlation {order['filtered']:.2f} against "
         f"{order['unfiltered']:.2f} without it and {order['random']:.2f} at random)."
     )
 

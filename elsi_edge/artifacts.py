@@ -6,7 +6,7 @@ E hidden width, V target vocabulary, U draft vocabulary, L blocks, H kv heads, D
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, Literal, Protocol, Self, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -22,6 +22,8 @@ Method = Literal["elsi", "elsi-c", "eagle3", "eagle2", "low-entropy", "uniform"]
 StateKind = Literal["residual", "final-norm"]
 Precision = Literal["int4", "int8", "fp32"]
 HeadKind = Literal["own", "tied"]
+
+FINAL_NORM = -1  # in a list of taps to read: the state after the final norm (EAGLE-2's)
 
 METHODS: tuple[Method, ...] = get_args(Method)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -179,6 +181,7 @@ class PromptRow:
     turns: tuple[str, ...]
     category: str = ""
     source: str = ""
+    answer: str = ""  # what the file has an assistant say to the first turn; most files have none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +190,28 @@ class TargetStates:
 
     states: NDArray[np.float32]  # [M, T, E] residual stream at the asked taps, in their order
     logits: NDArray[np.float32]  # [T, V]; row t predicts token t + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerRequest:
+    """One prompt to be answered, with all that its answer depends on."""
+
+    key: str  # names the answer for the caller
+    prompt_ids: tuple[int, ...]
+    max_tokens: int  # of the answer
+    temperature: float  # 0 is greedy
+    top_k: int  # 0 keeps the whole vocabulary
+    seed: int  # of this answer alone, so that it does not depend on its company
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetRecord:
+    """What a draft learns from one token sequence: states everywhere, distributions at its A answer tokens."""
+
+    states: NDArray[np.float32]  # [M, T, E] at the asked taps, in their order
+    top_ids: NDArray[np.int32]  # [A, k], likeliest first; row i is what predicted the i-th answer token
+    top_logits: NDArray[np.float32]  # [A, k]
+    log_sum_exp: NDArray[np.float32]  # [A], of the whole row of logits
 
 
 class TargetRunner(Protocol):
@@ -206,6 +231,29 @@ class TargetRunner(Protocol):
 
     def states(self, token_ids: Sequence[int], taps: Sequence[int]) -> TargetStates:
         """Teacher-forced states at `taps` and logits of the whole sequence, from an empty cache."""
+        ...
+
+
+class BatchTargetRunner(TargetRunner, Protocol):
+    """A target that answers many prompts at once; `answer_batch` and `record` may be called from `workers` threads."""
+
+    workers: int  # threads that keep the machine busy
+    arithmetic: str  # what computes, e.g. "onnx-int4": states of two kinds do not belong in one set
+
+    def answer_batch(
+        self, requests: Iterator[AnswerRequest], *, batch: int
+    ) -> Iterator[tuple[AnswerRequest, list[int]]]:
+        """Answers as they finish, at most `batch` in the making; requests are drawn when there is room."""
+        ...
+
+    def record(
+        self, token_ids: Sequence[int], taps: Sequence[int], *, prompt_tokens: int, keep_top: int
+    ) -> TargetRecord:
+        """Teacher-forced states at `taps` (FINAL_NORM too) and the distributions behind the answer's tokens."""
+        ...
+
+    def memory_needed(self, *, batch: int, tokens: int) -> int:
+        """Bytes that `batch` answers of `tokens` tokens, prompts included, take beside the weights."""
         ...
 
 

@@ -18,7 +18,7 @@ MANIFEST = "manifest.json"
 DRAFT_VOCAB_FILE = "draft_to_target_ids.npy"  # int64 [U], absolute ids
 
 # Roles a graph can have in a bundle.
-GraphRole = Literal["target-chain", "target-tree", "target-states", "draft", "projection"]
+GraphRole = Literal["target-chain", "target-tree", "target-states", "target-batch", "draft", "projection"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,9 @@ Here it becomes, without touching the weights file:
 - **chain** form (the exact mode of int4 and int8): every attention sees one more query row, a copy of the last one,
   which is dropped after it. GroupQueryAttention sums in another order for one query row than for several; with at
   least two rows always, one token a step and many a step agree bit for bit. The extra key and value land beyond the end
-  of the cache's used part and are overwritten by the next step.
+  of the cache's used part and are overwritten by the next step;
+- **batch** form (distillation's answers): plain attention over [B, T], `seqlens_k` [B]. Either T = 1 and every sequence
+  has a length of its own, or B = 1: that is what the operator allows.
 """
 
 from collections.abc import Sequence
@@ -105,11 +107,7 @@ def add_tap_output(model: ir.Model, values: Sequence[ir.Value], width: int, name
 
 def wire_tree_inputs(model: ir.Model) -> None:
     """Positions and an additive mask for every attention: rows are tree nodes, positions their depths."""
-    for value in list(model.graph.inputs):
-        if value.name == "position_ids":
-            if value.uses():
-                raise ModelError("the exported graph computes rotary positions outside the attention; not supported")
-            model.graph.inputs.remove(value)
+    _drop_position_ids(model)
     positions = ir.Value(name="position_ids", shape=ir.Shape([1, "T"]), type=ir.TensorType(ir.DataType.INT64))
     bias = ir.Value(
         name="attention_bias", shape=ir.Shape([1, 1, "T", "S_plus_T"]), type=ir.TensorType(ir.DataType.FLOAT)
@@ -141,11 +139,18 @@ def append_query_row(model: ir.Model) -> None:
         for use in list(output.uses()):
             if use.node is not cut:
                 use.node.replace_input_with(use.idx, cut.outputs[0])
-    # The builder's recorded shapes say T rows everywhere, and ONNX Runtime reuses buffers by them.
-    for node in model.graph:
-        for value in node.outputs:
-            if not value.is_graph_output():
-                value.shape = None
+    _forget_shapes(model)
+
+
+def free_batch_axis(model: ir.Model) -> None:
+    """Let the first axis of every input and output be B (batch form); logits become [B, R, V]."""
+    _drop_position_ids(model)
+    for value in [*model.graph.inputs, *model.graph.outputs]:
+        if value.name == "seqlens_k":
+            value.shape = ir.Shape(["B"])
+        elif value.name not in ("logit_rows", "total_sequence_length") and value.shape is not None:
+            value.shape = ir.Shape(["B", *list(value.shape)[1:]])
+    _forget_shapes(model)
 
 
 def static_batch_one(model: ir.Model) -> None:
@@ -156,6 +161,22 @@ def static_batch_one(model: ir.Model) -> None:
             value.shape = ir.Shape([1, "T"])
         elif name.startswith(("past_key_values", "present")) and value.shape is not None:
             value.shape = ir.Shape([1, value.shape[1], "C", value.shape[3]])
+
+
+def _drop_position_ids(model: ir.Model) -> None:
+    for value in list(model.graph.inputs):
+        if value.name == "position_ids":
+            if value.uses():
+                raise ModelError("the exported graph computes rotary positions outside the attention; not supported")
+            model.graph.inputs.remove(value)
+
+
+def _forget_shapes(model: ir.Model) -> None:
+    """The builder's recorded shapes say T rows everywhere, and ONNX Runtime reuses buffers by them."""
+    for node in model.graph:
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.shape = None
 
 
 # --- small helpers -------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ def write_target_graphs(
     - `target-tree`: positions and mask as inputs; at fp32 every mode uses it.
     - `target-chain` (int4 and int8): the exact mode, see `elsi_edge.export.surgery`.
     - `target-states` (without a selection): every tap as an output, for distillation; a complete bundle needs none.
+    - `target-batch` (without a selection): one token each of many sequences, for distillation's answers.
     """
     graphs: dict[GraphRole, str] = {"target-tree": "target-tree.onnx"}
     _write(base, out / "target-tree.onnx", shape, selection, chain=False)
@@ -28,6 +29,8 @@ def write_target_graphs(
     if selection is None:
         graphs["target-states"] = "target-states.onnx"
         _write_states(base, out / "target-states.onnx", shape)
+        graphs["target-batch"] = "target-batch.onnx"
+        _write_batch(base, out / "target-batch.onnx")
     return graphs
 
 
@@ -55,4 +58,10 @@ def _write_states(base: Path, path: Path, shape: ModelShape) -> None:
         surgery.add_tap_output(model, [value], shape.width, f"{STATES_PREFIX}{tap}")
     surgery.add_tap_output(model, [surgery.final_norm_state(model)], shape.width, f"{STATES_PREFIX}final-norm")
     surgery.wire_tree_inputs(model)
+    surgery.save_graph(model, path)
+
+
+def _write_batch(base: Path, path: Path) -> None:
+    model = surgery.load_graph(base)
+    surgery.free_batch_axis(model)
     surgery.save_graph(model, path)

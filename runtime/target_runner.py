@@ -1,13 +1,30 @@
-"""A plain-only bundle as the `TargetRunner` that distillation and calibration ask for answers and states."""
+"""A plain-only bundle as the `BatchTargetRunner` that distillation and calibration ask for answers and states.
 
-from collections.abc import Sequence
+Threads. `answer` and `states` give one call all the threads. `answer_batch` and `record` run on the calling thread alone,
+in sessions without a pool, and are called from `workers` threads at once: two calls side by side do a fifth more than
+one call on two threads, and share one set of packed weights.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import onnxruntime as ort
 from numpy.typing import NDArray
 
-from elsi_edge.artifacts import ModelShape, TargetRunner, TargetStates
+from elsi_edge.artifacts import (
+    FINAL_NORM,
+    AnswerRequest,
+    BatchTargetRunner,
+    ModelShape,
+    TargetRecord,
+    TargetStates,
+)
 from elsi_edge.bundle import Bundle, GraphRole
+from elsi_edge.errors import BundleError
+from elsi_edge.machine import cores
+from elsi_edge.runtime.batch import BatchDecoder, cache_bytes, top_candidates
 from elsi_edge.runtime.kv_cache import KvCache
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
 from elsi_edge.runtime.ort import BoundGraph, open_session
@@ -16,7 +33,7 @@ from elsi_edge.runtime.target import OrtTarget
 from elsi_edge.runtime.tree import Tree, attention_bias
 from elsi_edge.text import TextCodec
 
-FINAL_NORM = -1  # asks `states` for the state after the final norm (EAGLE-2's) in place of a tap
+_CHUNK = 8  # rows of logits that are ranked at a time: they stay in the cache of a core
 
 
 class BundleRunner:
@@ -26,48 +43,123 @@ class BundleRunner:
         manifest = bundle.manifest
         self.fingerprint: str = manifest.target_fingerprint
         self.shape: ModelShape = manifest.shape
+        self.workers = settings.threads or cores().usable
+        self.arithmetic = f"onnx-{manifest.precision}"
+        self._bundle, self._settings = bundle, settings
         self._context = manifest.context
         self._eos = TextCodec.open(bundle.directory).eos_ids
-        role: GraphRole = "target-chain" if "target-chain" in manifest.graphs else "target-tree"
-        self._target = OrtTarget(open_session(bundle.graph(role), settings), shape=self.shape, tap_width=0)
-        self._states = open_session(bundle.graph("target-states"), settings)
+        self._exact_role: GraphRole = "target-chain" if "target-chain" in manifest.graphs else "target-tree"
+        self._sessions: dict[tuple[GraphRole, bool], ort.InferenceSession] = {}
+        self._opening = threading.Lock()
+        self._target: OrtTarget | None = None
+        bundle.graph("target-states")  # raises for a complete bundle, before any work
 
     def answer(
         self, prompt_ids: Sequence[int], *, max_tokens: int, temperature: float, top_k: int, seed: int
     ) -> list[int]:
-        """Plain decoding, one token a step; the end token is kept when it was reached."""
-        options = GenerateOptions(temperature=temperature, top_k=top_k, max_tokens=max_tokens)
-        self._target.reset()
-        step = self._target.prefill(prompt_ids)
-        answer = [choose(step.logits[-1], options, seed=seed, index=0)]
-        limit = min(max_tokens, self._context - len(prompt_ids))
-        while answer[-1] not in self._eos and len(answer) < limit:
-            step = self._target.verify(answer[-1], Tree.empty())
-            self._target.commit([0])
-            answer.append(choose(step.logits[0], options, seed=seed, index=len(answer)))
-        return answer
+        """Plain decoding, one token a step, in the exact mode; the end token is kept when it was reached."""
+        if self._target is None:
+            self._target = self._exact_target(alone=False)
+        request = AnswerRequest(
+            key="",
+            prompt_ids=tuple(prompt_ids),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+        )
+        return self._answer(self._target, request)
+
+    def answer_batch(
+        self, requests: Iterator[AnswerRequest], *, batch: int
+    ) -> Iterator[tuple[AnswerRequest, list[int]]]:
+        """Answers as they end. A batch of 1 decodes in the exact mode; more need the bundle's target-batch graph."""
+        if batch == 1:
+            target = self._exact_target(alone=True)
+            for request in requests:
+                yield request, self._answer(target, request)
+            return
+        decoder = BatchDecoder(
+            self._session("target-batch", alone=True), shape=self.shape, eos_ids=self._eos, context=self._context
+        )
+        yield from decoder.answers(requests, batch=batch)
 
     def states(self, token_ids: Sequence[int], taps: Sequence[int]) -> TargetStates:
         """States [M, T, E] at `taps` (FINAL_NORM for the state after the final norm) and logits [T, V], one call."""
+        return self._teacher_forced(self._session("target-states", alone=False), token_ids, taps, 0)
+
+    def record(
+        self, token_ids: Sequence[int], taps: Sequence[int], *, prompt_tokens: int, keep_top: int
+    ) -> TargetRecord:
+        """States [M, T, E] as `states` has them, and of the answer's logits the `keep_top` largest of each row."""
+        result = self._teacher_forced(
+            self._session("target-states", alone=True), token_ids, taps, prompt_tokens - 1, len(token_ids) - 1
+        )
+        ids, top, log_sum_exp = rank_rows(result.logits, keep_top)
+        return TargetRecord(states=result.states, top_ids=ids, top_logits=top, log_sum_exp=log_sum_exp)
+
+    def memory_needed(self, *, batch: int, tokens: int) -> int:
+        """Bytes of caches and logits beside the weights, from above."""
+        rows = batch + self.workers * tokens
+        return cache_bytes(self.shape, batch=batch + self.workers, tokens=tokens) + rows * self.shape.vocab_size * 4
+
+    def _exact_target(self, *, alone: bool) -> OrtTarget:
+        return OrtTarget(self._session(self._exact_role, alone=alone), shape=self.shape, tap_width=0)
+
+    def _answer(self, target: OrtTarget, request: AnswerRequest) -> list[int]:
+        options = GenerateOptions(
+            temperature=request.temperature, top_k=request.top_k, max_tokens=request.max_tokens
+        )
+        target.reset()
+        step = target.prefill(request.prompt_ids)
+        answer = [choose(step.logits[-1], options, seed=request.seed, index=0)]
+        limit = min(request.max_tokens, self._context - len(request.prompt_ids))
+        while answer[-1] not in self._eos and len(answer) < limit:
+            step = target.verify(answer[-1], Tree.empty())
+            target.commit([0])
+            answer.append(choose(step.logits[0], options, seed=request.seed, index=len(answer)))
+        return answer
+
+    def _session(self, role: GraphRole, *, alone: bool) -> ort.InferenceSession:
+        """A graph's session, opened when first asked for; `alone` runs each call on the thread that makes it."""
+        with self._opening:
+            if (role, alone) not in self._sessions:
+                if role not in self._bundle.manifest.graphs:
+                    raise BundleError(
+                        f"bundle {self._bundle.directory} has no {role} graph: it was made before answers came in "
+                        "batches; export it again with --plain-only --force, or give --batch 1"
+                    )
+                settings = SessionSettings(threads=1, provider=self._settings.provider) if alone else self._settings
+                self._sessions[role, alone] = open_session(self._bundle.graph(role), settings)
+            return self._sessions[role, alone]
+
+    def _teacher_forced(
+        self,
+        session: ort.InferenceSession,
+        token_ids: Sequence[int],
+        taps: Sequence[int],
+        start: int,
+        stop: int | None = None,
+    ) -> TargetStates:
+        """One call over a whole sequence; logits of the rows `start:stop` alone."""
         count, shape = len(token_ids), self.shape
         cache = KvCache(blocks=shape.blocks, kv_heads=shape.kv_heads, head_width=shape.head_width)
         cache.reserve(count)
-        graph = BoundGraph(self._states)  # fresh bindings: which taps are fetched changes from call to call
-        for block in range(shape.blocks):
-            for kind, buffer in zip(("key", "value"), cache.buffers[2 * block : 2 * block + 2], strict=True):
-                graph.bind_in_place(f"past_key_values.{block}.{kind}", f"present.{block}.{kind}", buffer)
-        rows = np.arange(count, dtype=np.int64)
+        graph = BoundGraph(session)  # fresh bindings: which taps are fetched changes from call to call
+        graph.reserve(cache, count)
+        places = np.arange(count, dtype=np.int64)
+        rows = places[start:stop].copy()
         inputs: dict[str, NDArray[np.generic]] = {
             "input_ids": np.asarray(token_ids, np.int64)[None],
             "logit_rows": rows,
-            "position_ids": rows[None],
+            "position_ids": places[None],
             "attention_bias": attention_bias(np.tri(count, dtype=np.bool_), 0),
             "seqlens_k": np.array([count - 1], np.int32),
             "total_sequence_length": np.array(count, np.int32),
         }
         for name, value in inputs.items():
             graph.bind_input(name, value)
-        logits = np.empty((1, count, shape.vocab_size), np.float32)
+        logits = np.empty((1, len(rows), shape.vocab_size), np.float32)
         graph.bind_output("logits", logits)
         states = np.empty((len(taps), 1, count, shape.width), np.float32)
         for index, tap in enumerate(taps):
@@ -76,6 +168,31 @@ class BundleRunner:
         return TargetStates(states=states[:, 0], logits=logits[0])
 
 
-def open_target_runner(bundle: Path, threads: int = 0) -> TargetRunner:
+def rank_rows(
+    logits: NDArray[np.float32], count: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
+    """Of logits [A, V]: the ids and values [A, k] of the `count` largest, largest first, and the log-sum-exp [A]."""
+    rows, width = logits.shape
+    count = min(count, width)
+    ids = np.empty((rows, count), np.int32)
+    top = np.empty((rows, count), np.float32)
+    log_sum_exp = np.empty(rows, np.float32)
+    scratch = np.empty((min(_CHUNK, rows), width), np.float32)
+    for start in range(0, rows, _CHUNK):
+        block = logits[start : start + _CHUNK]
+        for row, values in enumerate(block, start=start):
+            candidates = top_candidates(values, count)
+            order = np.argsort(-values[candidates], kind="stable")[:count]
+            ids[row] = candidates[order]
+            top[row] = values[ids[row]]
+        largest = top[start : start + _CHUNK, :1]
+        shifted = scratch[: len(block)]
+        np.subtract(block, largest, out=shifted)
+        np.exp(shifted, out=shifted)
+        log_sum_exp[start : start + _CHUNK] = largest[:, 0] + np.log(shifted.sum(axis=1))
+    return ids, top, log_sum_exp
+
+
+def open_target_runner(bundle: Path, threads: int = 0) -> BatchTargetRunner:
     """Open a plain-only bundle for answers and states. Raises BundleError when it has no states graph."""
     return BundleRunner(Bundle.load(bundle), SessionSettings(threads=threads))

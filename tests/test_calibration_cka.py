@@ -123,7 +123,7 @@ def test_cka_of_planted_compartments() -> None:
 def blocks(sizes: tuple[int, ...], *, across: float, noise: float = 0.0, seed: int = 0) -> Floats:
     """A CKA map whose taps are 0.95 alike within regions of these sizes and `across` alike between them."""
     region = np.repeat(np.arange(len(sizes)), sizes)
-    cka = np.where(region[:, None] == region[None, :], 0.95, across)
+    cka: Floats = np.where(region[:, None] == region[None, :], 0.95, across)
     jitter = np.random.default_rng(seed).normal(scale=noise, size=cka.shape)
     cka = np.clip(cka + (jitter + jitter.T) / np.sqrt(2.0), 0.0, 1.0)
     np.fill_diagonal(cka, 1.0)
@@ -155,7 +155,9 @@ def test_one_broad_region_is_one_compartment(seed: int, level: float) -> None:
 
 def drift(taps: int, far: float) -> Floats:
     """Likeness that falls evenly with distance, to `far` between the first and the last tap."""
-    return 1.0 - (1.0 - far) * np.abs(np.subtract.outer(np.arange(taps), np.arange(taps))) / (taps - 1)
+    apart: Floats = np.abs(np.subtract.outer(np.arange(taps), np.arange(taps))) / (taps - 1)
+    found: Floats = 1.0 - (1.0 - far) * apart
+    return found
 
 
 def test_slow_drift_is_no_boundary_and_does_not_move_one() -> None:

@@ -25,9 +25,10 @@ def pairs_of(lengths: tuple[int, ...], *, seed: int = 0, first: int = 2) -> list
     return [probe.Pairs.of(*prompt_of(n, seed + k), first=first) for k, n in enumerate(lengths)]
 
 
-def scaled(rows: Floats) -> NDArray[np.float64]:
-    wide = rows.astype(np.float64)
-    return wide / np.sqrt(np.square(wide).mean(axis=-1, keepdims=True))
+def scaled(rows: NDArray[np.floating]) -> NDArray[np.float64]:
+    wide: NDArray[np.float64] = rows.astype(np.float64)
+    unit: NDArray[np.float64] = wide / np.sqrt(np.square(wide).mean(axis=-1, keepdims=True))
+    return unit
 
 
 def test_pairs_are_a_state_with_the_next_embedding_and_the_next_final_state() -> None:
@@ -150,7 +151,8 @@ def test_the_tap_that_foresees_everything_is_found(seen: int) -> None:
 
 @pytest.mark.parametrize("lag", [-1, 1])
 def test_pairs_that_are_off_by_one_foresee_nothing(lag: int) -> None:
-    assert max(World(2).agreement(lag=lag).values()) < 0.2
+    found = World(2).agreement(lag=lag)  # but for the state after the final norm, which may then be the answer itself
+    assert max(found[members] for members in ((), (0,), (1,), (2,), (3,), (1, 2))) < 0.2
 
 
 def test_tokens_outside_the_vocabulary_are_misses() -> None:

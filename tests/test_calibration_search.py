@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from elsi_edge.calibration import search, selection
 from elsi_edge.calibration.cka import linear_cka
 from elsi_edge.calibration.settings import no_progress
-from elsi_edge.calibration.statistics import centred, joint_entropy
+from elsi_edge.calibration.statistics import SetEntropy, centred, joint_entropy
 
 Floats = NDArray[np.float64]
 Floats32 = NDArray[np.float32]
@@ -82,6 +82,16 @@ def test_a_set_of_taps_is_compared_even_when_the_screen_would_drop_it() -> None:
     result = search.best_sets(sets, 3, worst, no_progress).search
     assert result.greedy == worst and result.greedy_entropy < result.best_entropy
     assert result.compared == search.CLOSE + 1 and result.total == 84
+
+
+def test_a_greedy_set_that_the_screen_misjudges_may_still_be_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "CLOSE", 1)
+    sets = sets_of(random_rows(6, seed=1))
+    sets.screen = SetEntropy(covering(*MISLEADING))  # of another world
+    best = max(itertools.combinations(range(1, 7), 3), key=sets.full)
+    assert best != max(itertools.combinations(range(1, 7), 3), key=sets.screen)
+    result = search.best_sets(sets, 3, best, no_progress).search
+    assert result.best == result.greedy == best and result.compared == 2
 
 
 def test_large_pools_are_extended_from_smaller_sets(monkeypatch: pytest.MonkeyPatch) -> None:

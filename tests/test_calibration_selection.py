@@ -115,7 +115,7 @@ def test_elsi_c_without_weight_is_elsi_and_prepare_changes_nothing(seed: int, bl
     if m > 1:
         assert plain.taps in told  # whatever is scored late was announced
     # The seed of highest single entropy is among those tried, so that no greedy path from it can be better.
-    path = (max(range(1, blocks + 1), key=lambda t: joint((t,))),)
+    path: tuple[int, ...] = (max(range(1, blocks + 1), key=lambda t: joint((t,))),)
     while len(path) < m:
         path = max((tuple(sorted((*path, t))) for t in range(1, blocks + 1) if t not in path), key=joint)
     assert plain.score >= joint(path) - 1e-12

@@ -164,6 +164,14 @@ def test_wins_do_not_hang_on_rounding_of_the_covariance() -> None:
     np.testing.assert_allclose(near.wins(seed=2), found.wins(seed=2), atol=2e-3)
 
 
+def test_covariance_is_that_of_sums_over_prompts() -> None:
+    each = np.array([[1.0, 2.0, -3.0, -1.0, 1.0], [0.5, 0.5, -1.0, -0.5, 0.5]])
+    found = stability.resampled([5.0, 6.0], each, np.array([7, 7, 9, 9, 4]), total=5)
+    sums = np.array([[3.0, -4.0, 1.0], [1.0, -1.5, 0.5]])
+    np.testing.assert_allclose(found.covariance, 3 / 2 * sums @ sums.T / 25)
+    assert found.prompts == 3 and found.entropy.tolist() == [5.0, 6.0]
+
+
 def test_wins_agree_with_a_bootstrap_by_brute_force() -> None:
     states, prompt = population(30, 25, seed=10)
     entropy, each = influences(states)

@@ -112,8 +112,8 @@ def test_report_of_planted_variances() -> None:
     assert len(report["by_tap"]["filtered"]) == 31
     order = report["order"]
     assert order["filtered"] > order["random"] > order["unfiltered"]  # the same signal in less noise
-    assert "by 75% / 75% / 75%" in report["text"] and "48.4% / 45.8% / 35.6%" in report["text"]
-    assert "as many positions drawn at random cut it by 44% / 44% / 44%" in report["text"]
+    assert "by -75% / -75% / -75%" in report["text"] and "(paper: -48.4% / -45.8% / -35.6%)" in report["text"]
+    assert "as many positions drawn at random change it by -44% / -44% / -44%" in report["text"]
     assert "agree more" in report["text"]
 
 

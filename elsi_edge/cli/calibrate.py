@@ -96,7 +96,9 @@ def calibrate(
             rich_help_panel=_STATISTICS,
         ),
     ] = True,
-    device: Annotated[str, typer.Option(help="torch's name of the device that runs the model, such as cuda.")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="torch's name of the device that runs the model, such as cuda (default: cpu).")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget an interrupted run instead of going on.")] = False,
     work: opt.Work = None,
     threads: Annotated[int, typer.Option(min=0, help="Threads; 0 takes the cores that may be used.")] = 0,
@@ -154,7 +156,7 @@ class Run:
     source: "SourceModel"
     place: "WorkDir"
     threads: int = 0  # 0 takes the cores that may be used
-    device: str = "cpu"
+    device: str | None = None  # torch's name; None is the CPU, or each launched process's own
     fresh: bool = False  # forget an interrupted run
 
     def analyse(
@@ -195,7 +197,7 @@ class Run:
                 return analyse(
                     self.source, rows, settings, common.progress if first else None, answers=given, threads=threads,
                     checkpoint=checkpoint if group.count == 1 else None, group=group, stop=stop,
-                    note=common.note if first else _silent, device=self.device,
+                    note=common.note if first else _silent, device=self.device or group.device,
                 )  # fmt: skip
         except KeyboardInterrupt:
             if checkpoint.is_file():

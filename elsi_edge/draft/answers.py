@@ -19,8 +19,9 @@ class Answer:
 
     id: str  # of the prompt
     temperature: float
-    finish: str  # "stop" with the end token last, or "length"
+    finish: str  # "stop" with the end token last, or "length"; "given" when the prompts file brought its text
     answer_ids: tuple[int, ...]
+    decoder: str = ""  # "exact", or "batch": rounding may part its tokens from the exact mode's; "" is not known
 
     @property
     def key(self) -> str:
@@ -79,13 +80,10 @@ class AnswerLog:
         """Append one answer, once. Raises StorageError."""
         if answer.key in self.known:
             return
-        value = {
-            "id": answer.id,
-            "temperature": answer.temperature,
-            "seed": seed,
-            "finish": answer.finish,
-            "answer_ids": list(answer.answer_ids),
-        }
+        value: dict[str, Any] = {"id": answer.id, "temperature": answer.temperature, "seed": seed, "finish": answer.finish}
+        if answer.decoder:
+            value["decoder"] = answer.decoder
+        value["answer_ids"] = list(answer.answer_ids)
         with storage_errors(self.path), self.path.open("a") as handle:
             handle.write(json.dumps(value, separators=(",", ":")) + "\n")
         self.known[answer.key] = answer
@@ -124,4 +122,5 @@ def _parse(text: str, where: str) -> Answer:
         temperature=float(temperature),
         finish=str(value.get("finish", "")),
         answer_ids=tuple(ids),
+        decoder=str(value.get("decoder", "")),
     )

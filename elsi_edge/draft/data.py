@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
+from elsi_edge.artifacts import FINAL_NORM, LayerSelection
 from elsi_edge.draft.packing import pack, pack_part
-from elsi_edge.draft.shards import ShardManifest, verify_shards
+from elsi_edge.draft.shards import ShardManifest, state_name, verify_shards
 from elsi_edge.draft.unroll import PackedBatch
 from elsi_edge.errors import DataError, SelectionError
 
@@ -38,16 +39,15 @@ class ShardSet:
     """Read access to a shard directory. Raises DataError for altered files or when no row has answer tokens left."""
 
     def __init__(self, directory: Path, *, taps: Sequence[int] = (), max_length: int) -> None:
-        """`taps` are those to read, all recorded ones when empty; longer rows are cut to `max_length` tokens."""
+        """`taps` are those to read, all that the selection names when empty; rows are cut to `max_length` tokens.
+
+        FINAL_NORM in `taps`, alone, is the state after the final norm. Raises SelectionError for what is not recorded.
+        """
         self.directory = directory
         self.manifest = ShardManifest.load(directory)
-        self.taps = tuple(taps) or self.manifest.selection.taps
-        absent = [tap for tap in self.taps if tap not in self.manifest.selection.taps]
-        if absent:
-            raise SelectionError(
-                f"{directory} holds {self.manifest.selection.describe()}, not tap {absent[0]}; "
-                "train on those, or distill again with --taps"
-            )
+        self.selection = _select(self.manifest, tuple(taps), directory)  # of what is read
+        self.taps = self.selection.taps
+        self._names = ("final-norm",) if self.selection.state == "final-norm" else tuple(map(state_name, self.taps))
         verify_shards(directory, self.manifest)
         self._files: list[Any] = []
         self._tokens: list[NDArray[np.int64]] = []
@@ -68,11 +68,11 @@ class ShardSet:
         handle: Any = safe_open(str(self.directory / shard.file), framework="pt")
         read = {name: handle.get_tensor(name).numpy() for name in ("row_offsets", "answer_offsets", "state_scales")}
         mask = handle.get_tensor("answer_mask").numpy().astype(bool)
-        order = self.manifest.selection.taps
+        order = self.manifest.state_names
         self._files.append(handle)
         self._tokens.append(handle.get_tensor("token_ids").numpy().astype(np.int64))
         self._masks.append(mask)
-        self._scales.append(tuple(float(read["state_scales"][order.index(tap)]) for tap in self.taps))
+        self._scales.append(tuple(float(read["state_scales"][order.index(name)]) for name in self._names))
         for key, start, stop, record in zip(
             shard.rows, read["row_offsets"], read["row_offsets"][1:], read["answer_offsets"], strict=False
         ):
@@ -133,14 +133,40 @@ class ShardSet:
         """States at the taps side by side, [T, M*E]; float16 unless a scale has to be undone."""
         handle, stop = self._files[row.shard], row.start + row.length
         states = []
-        for tap, scale in zip(self.taps, self._scales[row.shard], strict=True):
-            part: Tensor = handle.get_slice(f"states.{tap}")[row.start : stop]
+        for name, scale in zip(self._names, self._scales[row.shard], strict=True):
+            part: Tensor = handle.get_slice(f"states.{name}")[row.start : stop]
             states.append(part if scale == 1.0 else part.float() * scale)
         return torch.cat(states, dim=-1)
 
     def _records(self, row: Row, name: str) -> Tensor:
         records: Tensor = self._files[row.shard].get_slice(name)[row.record : row.record + row.records]
         return records
+
+
+def _select(manifest: ShardManifest, taps: tuple[int, ...], directory: Path) -> LayerSelection:
+    """The recorded selection, or the explicit one of some of its states. Raises SelectionError."""
+    recorded = manifest.selection
+    if not taps or taps == manifest.read_taps:
+        return recorded
+    if recorded.state == "final-norm" and taps == recorded.taps:  # how such a selection names its own tap
+        return recorded
+    absent = [tap for tap in taps if tap not in manifest.read_taps]
+    if absent or (FINAL_NORM in taps and len(taps) > 1):
+        held = recorded.describe() + (" and the state after the final norm" if manifest.final_norm else "")
+        raise SelectionError(
+            f"{directory} holds {held}, not {_describe(absent)}; train on those, or distill again with --taps"
+            if absent
+            else "the state after the final norm is trained on alone, not beside taps"
+        )
+    if taps == (FINAL_NORM,):
+        return replace(
+            recorded, taps=(recorded.blocks,), state="final-norm", method="explicit", joint_entropy=None
+        )
+    return replace(recorded, taps=taps, method="explicit", joint_entropy=None)
+
+
+def _describe(taps: Sequence[int]) -> str:
+    return "the state after the final norm" if taps[0] == FINAL_NORM else f"tap {taps[0]}"
 
 
 def epoch_batches(rows: Sequence[Row], *, budget: int, seed: int, epoch: int) -> list[list[Row]]:

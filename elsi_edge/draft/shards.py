@@ -6,8 +6,9 @@ A shard holds whole conversations laid end to end (T tokens, A answer tokens, R 
     answer_mask     uint8   [T]     1 where the token was written by the target
     row_offsets     int64   [R+1]   row r owns tokens row_offsets[r] : row_offsets[r + 1]
     answer_offsets  int64   [R+1]   row r owns records answer_offsets[r] : answer_offsets[r + 1]
-    states.<tap>    float16 [T, E]  residual stream at that tap divided by its scale
-    state_scales    float32 [M]     powers of two, 1 unless a state would overflow float16; order of the manifest's taps
+    states.<name>   float16 [T, E]  residual stream at a tap, or "final-norm" for the state after the final norm,
+                                    divided by its scale
+    state_scales    float32 [M]     powers of two, 1 unless a state would overflow float16; order of `state_names`
     top_ids         int32   [A, k]  per answer token: the ids that the target found likeliest there, best first
     top_log_probs   float16 [A, k]  their natural log-probabilities (logit minus log_sum_exp)
     log_sum_exp     float32 [A]     of the whole row of logits
@@ -27,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from elsi_edge.artifacts import LayerSelection, ModelShape, from_plain, to_plain
+from elsi_edge.artifacts import FINAL_NORM, LayerSelection, ModelShape, from_plain, to_plain
 from elsi_edge.errors import ConfigError, DataError
 from elsi_edge.fsio import sha256_file, storage_errors, sweep_directory, write_bytes, write_json
 
@@ -78,7 +79,20 @@ class ShardManifest:
     counts: Mapping[str, int] = field(default_factory=dict)  # rows cut and dropped, by reason
     dropped: Mapping[str, str] = field(default_factory=dict)  # key of a row that was left out -> reason
     shards: tuple[ShardEntry, ...] = ()
+    final_norm: bool = False  # the state after the final norm is recorded beside the selection's taps
     format_version: int = _FORMAT_VERSION
+
+    @property
+    def read_taps(self) -> tuple[int, ...]:
+        """What is recorded, as a `TargetRunner` is asked for it: taps, and FINAL_NORM."""
+        if self.selection.state == "final-norm":
+            return (FINAL_NORM,)
+        return (*self.selection.taps, FINAL_NORM) if self.final_norm else self.selection.taps
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The same as a shard's tensors are called."""
+        return tuple(map(state_name, self.read_taps))
 
     @property
     def rows(self) -> int:
@@ -126,10 +140,15 @@ class ShardManifest:
             ) from error
 
 
-def write_shard(directory: Path, file: str, rows: Sequence[DistilledRow], taps: Sequence[int]) -> ShardEntry:
+def state_name(tap: int) -> str:
+    """What a tap's states are called in a shard."""
+    return "final-norm" if tap == FINAL_NORM else str(tap)
+
+
+def write_shard(directory: Path, file: str, rows: Sequence[DistilledRow], names: Sequence[str]) -> ShardEntry:
     """Write one shard whole and describe it. Raises DataError for a row whose states are not finite, StorageError."""
     states = np.concatenate([row.states for row in rows], axis=1)  # shape: [M, T, E] float32
-    scales = np.array([_scale(states[m], rows, tap) for m, tap in enumerate(taps)], dtype=np.float32)
+    scales = np.array([_scale(states[m], rows, name) for m, name in enumerate(names)], dtype=np.float32)
     tensors: dict[str, NDArray[Any]] = {
         "token_ids": np.concatenate([row.token_ids for row in rows]),
         "answer_mask": np.concatenate([row.answer_mask for row in rows]).astype(np.uint8),
@@ -140,8 +159,8 @@ def write_shard(directory: Path, file: str, rows: Sequence[DistilledRow], taps: 
         "top_log_probs": np.concatenate([row.top_log_probs for row in rows]).astype(np.float16),
         "log_sum_exp": np.concatenate([row.log_sum_exp for row in rows]),
     }
-    for m, tap in enumerate(taps):
-        tensors[f"states.{tap}"] = np.ascontiguousarray((states[m] / scales[m]).astype(np.float16))
+    for m, name in enumerate(names):
+        tensors[f"states.{name}"] = np.ascontiguousarray((states[m] / scales[m]).astype(np.float16))
     data = save(tensors)
     write_bytes(directory / file, data)
     return ShardEntry(
@@ -171,6 +190,35 @@ def verify_shards(directory: Path, manifest: ShardManifest) -> None:
             )
 
 
+def row_bytes(row: DistilledRow) -> int:
+    """Bytes that a row takes in a shard and in the two lists beside it, from above."""
+    taps, tokens, width = row.states.shape
+    answers, kept = row.top_ids.shape
+    return tokens * (taps * width * 2 + 5) + answers * (kept * 6 + 4 + 8) + 16 + 3 * len(row.key) + 256
+
+
+def require_made_for(
+    directory: Path,
+    manifest: ShardManifest,
+    *,
+    target_fingerprint: str = "",
+    tokenizer_sha256: str = "",
+    template_sha256: str = "",
+) -> None:
+    """Raise DataError naming what differs when shards were made for other weights, text or template; "" is not asked."""
+    asked = {
+        "target fingerprint": (manifest.target_fingerprint, target_fingerprint),
+        "tokenizer": (manifest.tokenizer_sha256, tokenizer_sha256),
+        "chat template": (manifest.template_sha256, template_sha256),
+    }
+    for what, (has, wants) in asked.items():
+        if wants and has != wants:
+            raise DataError(
+                f"{directory} was made with the {what} {has[:12]}, the model given has {wants[:12]}; "
+                "give the same model, or distill again into another directory"
+            )
+
+
 def remove_unlisted(directory: Path, manifest: ShardManifest) -> None:
     """Delete shards that an interrupted run wrote but never listed."""
     listed = {shard.file for shard in manifest.shards}
@@ -180,12 +228,12 @@ def remove_unlisted(directory: Path, manifest: ShardManifest) -> None:
     sweep_directory(directory)
 
 
-def _scale(states: NDArray[np.float32], rows: Sequence[DistilledRow], tap: int) -> float:
+def _scale(states: NDArray[np.float32], rows: Sequence[DistilledRow], name: str) -> float:
     """The smallest power of two, at least 1, that brings every state of a shard into float16's range."""
     largest = float(np.abs(states).max())
     if not np.isfinite(largest):
         bad = next(row.key for row in rows if not np.isfinite(row.states).all())
-        raise DataError(f"the target's states at tap {tap} are not finite for row {bad!r}; leave that row out")
+        raise DataError(f"the target's states at tap {name} are not finite for row {bad!r}; leave that row out")
     return 1.0 if largest <= _HALF_MAX else 2.0 ** int(np.ceil(np.log2(largest / _HALF_MAX)))
 
 
