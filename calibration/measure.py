@@ -308,11 +308,11 @@ def _settling(sums: Sums, latest: tuple[FloatArray, stability.Resampled], prompt
 
 
 def _stable(settling: Sequence[Settling], prompts: int) -> bool:
-    """The same pick twice in a row, the second time winning most resamples."""
-    if len(settling) < 2 or prompts < stability.LEAST_PROMPTS:
+    """The pick wins most resamples, half of the prompts pick it too, and more would not change it."""
+    look = stability.outlook(settling)
+    if look is None or prompts < stability.LEAST_PROMPTS:
         return False
-    before, now = settling[-2:]
-    return before.tap == now.tap and now.win_share >= stability.STABLE_SHARE
+    return look.settled and settling[-1].win_share >= stability.STABLE_SHARE
 
 
 def _named(prefix: str, arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

@@ -20,7 +20,7 @@ from elsi_edge.calibration.probe import held_out
 from elsi_edge.calibration.processes import Alone, Processes
 from elsi_edge.calibration.rendering import Rendered, render
 from elsi_edge.calibration.settings import CalibrationSettings, Note, Progress, no_note, no_progress
-from elsi_edge.calibration.stability import describe
+from elsi_edge.calibration.stability import describe, outlook
 from elsi_edge.calibration.statistics import (
     NORMALISATIONS,
     Normalisation,
@@ -232,9 +232,11 @@ class _Conclusion:
         eligible = np.arange(self._blocks + 1) > 0
         wins = measured.resampled.wins(seed=self._settings.seed, eligible=eligible)
         pick = measured.settling[-1].tap
-        settled = len(measured.settling) < 2 or measured.settling[-2].tap == pick
-        stable, text = describe(wins, pick, len(self._prompts), settled=settled)
+        look = outlook(measured.settling)
+        stable, text = describe(wins, pick, len(self._prompts), look)
         return {
+            "extrapolated_tap": None if look is None else look.limit,
+            "extrapolated": [] if look is None else list(look.entropy),
             "resamples": 1000,
             "wins": [round(float(share), 4) for share in wins],
             "stable": stable,

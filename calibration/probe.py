@@ -161,8 +161,8 @@ class ProbeScore:
         self._weights = weights
         self._head = head  # [U, E], the target's output rows of `ids`
         self._ids = ids
-        self.right = dict.fromkeys(weights, 0)
-        self.rows = 0
+        self._right: dict[Members, list[int]] = {members: [] for members in weights}  # by prompt
+        self._rows: list[int] = []  # by prompt
         self.sayable = 0  # rows whose token is among `ids`
 
     def add(self, pairs: Pairs) -> None:
@@ -174,18 +174,41 @@ class ProbeScore:
             for members, weights in self._weights.items():
                 features = np.concatenate([*(inputs[t][part] for t in members), known[part]], axis=1)
                 best = self._ids[np.argmax((features @ weights) @ self._head.T, axis=1)]
-                self.right[members] += int((best == pairs.argmax[part]).sum())
-        self.rows += len(pairs.final)
+                right = int((best == pairs.argmax[part]).sum())
+                if start == 0:
+                    self._right[members].append(right)
+                else:
+                    self._right[members][-1] += right
+        self._rows.append(len(pairs.final))
         self.sayable += int(np.isin(pairs.argmax, self._ids).sum())
+
+    @property
+    def rows(self) -> int:
+        """Rows scored."""
+        return sum(self._rows)
+
+    @property
+    def right(self) -> dict[Members, int]:
+        """Rows right, by set."""
+        return {members: sum(right) for members, right in self._right.items()}
 
     def agreement(self) -> dict[Members, float]:
         """Share of rows right by set, 0..1."""
         return {members: right / max(1, self.rows) for members, right in self.right.items()}
 
+    def error(self, members: Members, other: Members | None = None) -> float:
+        """Standard error of a set's agreement, or of its lead over another's; rows of one prompt are not independent.
 
-def standard_error(agreement: float, rows: int) -> float:
-    """Of a share measured on so many rows."""
-    return float(np.sqrt(max(agreement * (1.0 - agreement), 0.0) / max(1, rows)))
+        That of a ratio of sums over prompts (Cochran 1977, 6.3).
+        """
+        rows = np.array(self._rows, np.float64)
+        right = np.array(self._right[members], np.float64)
+        if other is not None:
+            right -= np.array(self._right[other], np.float64)
+        if len(rows) < 2:
+            return 0.0
+        residual = right - right.sum() / rows.sum() * rows
+        return float(np.sqrt(len(rows) / (len(rows) - 1) * np.square(residual).sum()) / rows.sum())
 
 
 def held_out(prompts: int, *, seed: int, share: float = 0.25) -> frozenset[int]:

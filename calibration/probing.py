@@ -133,7 +133,8 @@ def _report(
         agreement,
         {name: found[taps] for name, taps in several.items()},
         found[()],
-        error=probe.standard_error(found[chosen], score.rows),
+        error=score.error(chosen),
+        lead_error=lambda tap: score.error((tap,), chosen),
         name="the state after the final norm" if chosen == (taps,) else None,
     )
     return {
@@ -144,7 +145,8 @@ def _report(
         "none": found[()],
         "agreement": agreement,
         "final_norm": found[(taps,)],
-        "standard_error": round(probe.standard_error(found[chosen], score.rows), 4),
+        "standard_error": round(score.error(chosen), 4),
+        "lead_error": round(score.error((best,), chosen), 4),
         "sets": [{"name": name, "taps": list(taps), "agreement": found[taps]} for name, taps in several.items()],
         "best_tap": best,
         "flagged": flagged,

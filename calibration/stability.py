@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from elsi_edge.calibration.analysis import Settling
 from elsi_edge.calibration.statistics import FloatArray
 
 RESAMPLES = 1000
@@ -94,7 +95,40 @@ def resampled(entropy: Sequence[float], influences: FloatArray, prompt: NDArray[
     return Resampled(entropy=np.asarray(entropy, np.float64), covariance=covariance, prompts=len(names))
 
 
-def describe(wins: FloatArray, pick: int, prompts: int, *, settled: bool) -> tuple[bool, str]:
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """What more positions would do to the pick, from an earlier look at the same run."""
+
+    settled: bool  # the earlier look and the extrapolation pick the same tap
+    earlier: int  # tap picked at about half of the positions
+    limit: int  # tap picked by entropies extrapolated to many positions
+    entropy: tuple[float, ...]  # nats, those entropies, by tap
+
+
+def outlook(looks: Sequence[Settling]) -> Outlook | None:
+    """Compare the last look with the one at about half of its positions; None where there is no other.
+
+    An entropy measured on n positions is too low by about D / 2n (D directions; the bias of an entropy's plug-in
+    estimate, Miller 1955), more for richer taps. Two looks give the limit: (n2 H2 - n1 H1) / (n2 - n1).
+    """
+    if len(looks) < 2:
+        return None
+    last = looks[-1]
+    half = min(looks[:-1], key=lambda look: abs(look.tokens - last.tokens / 2))
+    if half.tokens >= last.tokens:
+        return None
+    late, early = np.array(last.entropy), np.array(half.entropy)
+    limit = (last.tokens * late - half.tokens * early) / (last.tokens - half.tokens)
+    tap = 1 + int(np.argmax(limit[1:]))
+    return Outlook(
+        settled=half.tap == last.tap == tap,
+        earlier=half.tap,
+        limit=tap,
+        entropy=tuple(round(float(value), 4) for value in limit),
+    )
+
+
+def describe(wins: FloatArray, pick: int, prompts: int, look: Outlook | None) -> tuple[bool, str]:
     """Whether the single tap picked is stable, and one or two sentences. wins [L + 1] is indexed by tap."""
     if prompts < LEAST_PROMPTS:
         return (
@@ -106,12 +140,15 @@ def describe(wins: FloatArray, pick: int, prompts: int, *, settled: bool) -> tup
     rivals = [int(t) for t in np.argsort(-wins, kind="stable") if t != pick and wins[t] >= 0.01][:3]
     if rivals:
         text += "; " + ", ".join(f"tap {t} in {wins[t]:.0%}" for t in rivals)
-    stable = share >= STABLE_SHARE and settled
-    if stable:
-        return True, text + ". The pick is stable."
+    settled = look is None or look.settled
+    if share >= STABLE_SHARE and settled:
+        more = "" if look is None else ", half of them pick it too, and it leads when extrapolated to many positions"
+        return True, text + more + ". The pick is stable."
     near = wins[max(1, pick - 1) : pick + 2].sum()
-    if not settled:
-        text += ". An earlier look, at fewer prompts, picked another tap, so it is not settled"
+    if look is not None and look.earlier != pick:
+        text += f". About half of the prompts pick tap {look.earlier}, so it is not settled"
+    elif look is not None and look.limit != pick:
+        text += f". Extrapolated to many positions tap {look.limit} would lead, so it is not settled"
     elif near >= STABLE_SHARE:
         text += f". Not stable to the tap, but it and its neighbours win {near:.0%}, so little hangs on which"
     else:

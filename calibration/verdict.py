@@ -1,6 +1,6 @@
 """What a calibration comes to, in sentences for an engineer who has not read the paper."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elsi_edge.artifacts import LayerSelection
@@ -40,7 +40,7 @@ def _regions(selection: LayerSelection) -> str:
             f"{len(regions)} compartments (taps {names}), of which one holds most taps: inside it any layer does about "
             "as well, the others are worth avoiding or adding on purpose."
         )
-    return f"{len(regions)} compartments (taps {names}): those of different ones say different things, so choose."
+    return f"{len(regions)} compartments (taps {names}): taps of different ones say different things; choose with care."
 
 
 def _sizes(rules: Sequence[RuleResult], searches: Sequence[Search]) -> str:
@@ -72,11 +72,13 @@ def probe_text(
     none: float,
     *,
     error: float,
+    lead_error: Callable[[int], float],
     name: str | None = None,
 ) -> tuple[bool, int, str]:
     """Whether the pick is flagged, the best single tap, and what the probe says.
 
     agreement [L + 1] by tap, others by rule's name, picked the chosen set's, none without any tap: all 0..1.
+    error is the standard error of `picked`, lead_error(tap) that of a tap's lead over the pick.
     name says what the pick is, where it is no set of taps.
     """
     best = 1 + max(range(len(agreement) - 1), key=lambda i: (agreement[i + 1], -i))
@@ -95,14 +97,13 @@ def probe_text(
     from elsi_edge.calibration.probe import FLAG
 
     if behind > FLAG:
-        return (
-            True,
-            best,
-            (
-                f"{text}. FLAGGED: tap {best} does better by itself ({agreement[best]:.3f}), the pick is {behind:.1%} "
-                f"behind; consider --taps {best}."
-            ),
+        lead, noise = agreement[best] - picked, lead_error(best)
+        sure = "" if lead > 2.0 * noise else ", which so few positions do not prove"
+        flag = (
+            f"{text}. FLAGGED: tap {best} does better by itself ({agreement[best]:.3f}), the pick is {behind:.1%} "
+            f"behind (lead {lead:.3f}, standard error {noise:.3f}{sure}); consider --taps {best}."
         )
+        return True, best, flag
     closeness = "which is the best of all taps" if pick == (best,) else f"within {FLAG:.0%} of the best tap's ({best})"
     return False, best, f"{text}; {closeness}."
 

@@ -314,7 +314,8 @@ def test_stages_are_nested_parts_of_one_order() -> None:
 
 
 def look(tap: int, share: float, prompts: int = 32) -> Settling:
-    return Settling(prompts=prompts, tokens=100, tap=tap, entropy=(), win_share=share)
+    entropy = tuple(float(t == tap) for t in range(5))
+    return Settling(prompts=prompts, tokens=100, tap=tap, entropy=entropy, win_share=share)
 
 
 @pytest.mark.parametrize(
@@ -328,8 +329,9 @@ def look(tap: int, share: float, prompts: int = 32) -> Settling:
         ([look(3, 1.0), look(3, 1.0)], 7, False),
     ],
 )
-def test_stable_is_the_same_pick_twice_and_most_resamples(looks: list[Settling], prompts: int, stable: bool) -> None:
-    assert measure._stable(looks, prompts) is stable
+def test_stable_is_half_the_same_pick_and_most_resamples(looks: list[Settling], prompts: int, stable: bool) -> None:
+    doubled = [dataclasses.replace(each, tokens=100 * 2**number) for number, each in enumerate(looks)]
+    assert measure._stable(doubled, prompts) is stable
 
 
 def planted_states(monkeypatch: pytest.MonkeyPatch, rich: int | None) -> None:

@@ -193,11 +193,27 @@ def test_held_out_prompts_are_a_seeded_quarter(prompts: int, count: int) -> None
         assert found != probe.held_out(prompts, seed=1)
 
 
-def test_standard_error_of_a_share() -> None:
-    assert probe.standard_error(0.25, 300) == pytest.approx(0.025)
-    assert probe.standard_error(0.0, 0) == probe.standard_error(1.0, 9) == 0.0
+def test_standard_errors_know_that_rows_of_one_prompt_are_alike() -> None:
+    def score(right: list[list[int]], rows: list[int]) -> probe.ProbeScore:
+        found = probe.ProbeScore({(0,): W, (1,): W}, np.zeros((1, 1), np.float32), np.zeros(1, np.int64))
+        found._rows = rows
+        found._right = {(0,): right[0], (1,): right[1]}
+        return found
+
+    W = np.zeros((1, 1), np.float32)
+    draw = np.random.default_rng(0)
+    alone = score([draw.binomial(20, 0.3, 400).tolist(), [6] * 400], [20] * 400)
+    assert alone.error((0,)) == pytest.approx(np.sqrt(0.3 * 0.7 / 8000), rel=0.1)  # independent rows: the binomial one
+    assert alone.error((1,)) == 0.0
+    together = score([(20 * draw.binomial(1, 0.3, 400)).tolist(), [6] * 400], [20] * 400)
+    assert together.error((0,)) == pytest.approx(np.sqrt(0.3 * 0.7 / 400), rel=0.1)
+    base = draw.binomial(20, 0.3, 400)
+    lead = score([(base + 1).tolist(), base.tolist()], [20] * 400)
+    assert lead.error((0,), (1,)) < 1e-9 < lead.error((0,))  # always one better: the lead is sure
+    assert score([[5], [5]], [20]).error((0,)) == 0.0
 
 
+ONE = dict.fromkeys(range(5), 1.0).__getitem__
 AGREEMENT = (0.40, 0.20, 0.30, 0.25)  # tap 0 is best and does not count
 
 
@@ -214,7 +230,7 @@ AGREEMENT = (0.40, 0.20, 0.30, 0.25)  # tap 0 is best and does not count
 def test_a_pick_that_is_more_than_three_percent_behind_is_flagged(
     pick: tuple[int, ...], picked: float, flagged: bool, parts: list[str]
 ) -> None:
-    found, best, text = probe_text(pick, picked, AGREEMENT, {}, 0.1, error=0.01)
+    found, best, text = probe_text(pick, picked, AGREEMENT, {}, 0.1, error=0.01, lead_error=lambda tap: 0.004)
     assert (found, best) == (flagged, 2)
     for part in parts:
         assert part in text
@@ -222,9 +238,13 @@ def test_a_pick_that_is_more_than_three_percent_behind_is_flagged(
 
 
 def test_the_probe_says_what_one_tap_gives_of_three() -> None:
-    _, _, text = probe_text((2,), 0.30, AGREEMENT, {"eagle3": 0.32}, 0.1, error=0.01)
+    _, _, text = probe_text((2,), 0.30, AGREEMENT, {"eagle3": 0.32}, 0.1, error=0.01, lead_error=ONE)
     assert "EAGLE-3's three in 0.320: one tap gives 94% of three" in text
-    _, _, text = probe_text((1, 2), 0.30, AGREEMENT, {"eagle3": 0.32}, 0.1, error=0.01)
+    _, _, text = probe_text((1, 2), 0.30, AGREEMENT, {"eagle3": 0.32}, 0.1, error=0.01, lead_error=ONE)
     assert "one tap gives" not in text
-    flagged, _, text = probe_text((4,), 0.1, AGREEMENT, {}, 0.1, error=0.01, name="the state after the final norm")
-    assert flagged and "the state after the final norm foresees" in text
+    flagged, _, text = probe_text(
+        (4,), 0.1, AGREEMENT, {}, 0.1, error=0.01, lead_error=ONE, name="the state after the final norm"
+    )
+    assert flagged and "which so few positions do not prove" in text
+    _, _, sure = probe_text((3,), 0.25, AGREEMENT, {}, 0.1, error=0.01, lead_error=lambda tap: 0.004)
+    assert "lead 0.050, standard error 0.004)" in sure and "the state after the final norm foresees" in text

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from elsi_edge.calibration import stability
+from elsi_edge.calibration.analysis import Settling
 from elsi_edge.calibration.statistics import centred, joint_entropy, spectrum_entropy
 
 Floats = NDArray[np.float64]
@@ -201,7 +202,7 @@ def test_one_prompt_is_no_spread_between_prompts_and_no_nan() -> None:
         ({27: 0.9, 22: 0.1}, 7, True, False, ["7 prompts are too few", "tap 27", "at least 8"]),
         ({27: 0.9, 22: 0.1}, 64, True, True, ["Tap 27 is the highest in 90% of 1000", "tap 22 in 10%", "is stable."]),
         ({27: 1.0}, 64, True, True, ["in 100% of 1000 resamples of the 64 prompts. The pick is stable."]),
-        ({27: 0.9, 22: 0.1}, 64, False, False, ["at fewer prompts, picked another tap", "--until-stable"]),
+        ({27: 0.9, 22: 0.1}, 64, False, False, ["half of the prompts pick tap 6, so it is not", "--until-stable"]),
         ({27: 0.5, 26: 0.4, 22: 0.1}, 64, True, False, ["its neighbours win 90%", "little hangs on which"]),
         ({27: 0.5, 6: 0.5}, 64, True, False, ["tap 6 in 50%. Not stable: more prompts"]),
         ({1: 0.5, 2: 0.4}, 64, True, False, ["its neighbours win 90%"]),
@@ -212,17 +213,43 @@ def test_words(shares: dict[int, float], prompts: int, settled: bool, stable: bo
     wins = np.zeros(31)
     for tap, share in shares.items():
         wins[tap] = share
-    found, text = stability.describe(wins, max(shares, key=lambda t: shares[t]), prompts, settled=settled)
+    pick = max(shares, key=lambda t: shares[t])
+    look = None if settled else stability.Outlook(settled=False, earlier=6, limit=pick, entropy=())
+    found, text = stability.describe(wins, pick, prompts, look)
     assert found is stable
     for part in parts:
         assert part in text, text
     assert stable == ("is stable." in text)
 
 
+def looks(*entropies: tuple[float, ...], tokens: tuple[int, ...]) -> list[Settling]:
+    return [
+        Settling(prompts=n, tokens=n, tap=1 + int(np.argmax(e[1:])), entropy=e, win_share=1.0)
+        for e, n in zip(entropies, tokens, strict=True)
+    ]
+
+
+def test_outlook_takes_off_the_bias_of_few_positions() -> None:
+    # H(n) = H - c / n: tap 1 leads at both looks, tap 2 in the limit
+    def at(n: int) -> tuple[float, ...]:
+        return (9.0, 5.00 - 10 / n, 5.05 - 60 / n)
+
+    found = stability.outlook(looks(at(100), at(400), at(800), tokens=(100, 400, 800)))
+    assert found is not None and not found.settled and (found.earlier, found.limit) == (1, 2)
+    assert found.entropy == pytest.approx((9.0, 5.00, 5.05), abs=1e-4)
+    wins = np.array([0.0, 1.0, 0.0])
+    assert "Extrapolated to many positions tap 2 would lead" in stability.describe(wins, 1, 64, found)[1]
+    settled = stability.outlook(looks(at(2000), at(4000), tokens=(2000, 4000)))
+    assert settled is not None and settled.settled and settled.limit == 2
+    stable, text = stability.describe(np.array([0.0, 0.0, 1.0]), 2, 64, settled)
+    assert stable and "half of them pick it too" in text
+    assert stability.outlook(looks(at(100), tokens=(100,))) is None
+
+
 def test_rivals_are_three_at_most_and_no_trifles() -> None:
     wins = np.full(31, 0.005)
     wins[[5, 7, 9, 11, 13]] = 0.3, 0.2, 0.2, 0.1, 0.1
-    _, text = stability.describe(wins, 5, 64, settled=True)
+    _, text = stability.describe(wins, 5, 64, None)
     assert [f"tap {t} " in text for t in (7, 9, 11, 13, 1)] == [True, True, True, False, False]
 
 
