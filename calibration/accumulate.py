@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from elsi_edge.calibration.parallel import spread
 from elsi_edge.calibration.statistics import FloatArray, Normalisation, normalise, spectrum_entropy
 from elsi_edge.errors import SelectionError
 
@@ -31,10 +32,13 @@ class CovarianceAccumulator:
         Raises SelectionError naming the tap for NaN or infinity.
         """
         self.require_finite(states)
-        for tap in range(len(self.names)):
+
+        def add(tap: int) -> None:
             scaled = normalise(states[tap], self.normalisation)
             self._second[tap] += scaled.T @ scaled
             self._sum[tap] += scaled.sum(axis=0)
+
+        spread(add, range(len(self.names)))
         self.count += states.shape[1]
 
     def require_finite(self, states: NDArray[np.floating]) -> None:
@@ -120,9 +124,10 @@ class Reservoir:
         heapq.heapreplace(self._heap, (-key, prompt, position, slot))
         return slot
 
-    def sample(self) -> Sample:
-        """What was kept so far; a copy."""
-        entries = sorted((prompt, position, slot, -key) for key, prompt, position, slot in self._heap)
+    def sample(self, size: int | None = None) -> Sample:
+        """What was kept so far, or what a reservoir of `size` would have kept; a copy."""
+        kept = sorted(self._heap, reverse=True)[:size]
+        entries = sorted((prompt, position, slot, -key) for key, prompt, position, slot in kept)
         return Sample(
             states=self._states[:, [slot for _, _, slot, _ in entries]],
             where=tuple((prompt, position) for prompt, position, _, _ in entries),

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
+from elsi_edge.calibration.parallel import spread
 from elsi_edge.calibration.statistics import FloatArray
 from elsi_edge.errors import SelectionError
 
@@ -26,7 +27,7 @@ def linear_cka(rows: NDArray[np.floating], *, debiased: bool = False) -> FloatAr
     HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L)) on centred linear kernels (Kornblith et al. 2019). `debiased` uses the
     unbiased HSIC estimator (Song et al. 2012), which does not see likeness between independent taps when n is small;
     it can fall below zero, where it is set to zero. Gram matrices are made a few rows at a time, in the precision of
-    `rows`; memory beside them is 2 * taps * 64 * n. Raises SelectionError for fewer than four rows.
+    `rows`; memory beside them is 2 * taps * 64 * n for each thread. Raises SelectionError for fewer than four rows.
     """
     taps, count, _ = rows.shape
     if count < _LEAST_ROWS:
@@ -35,15 +36,20 @@ def linear_cka(rows: NDArray[np.floating], *, debiased: bool = False) -> FloatAr
     row_sums = np.zeros((taps, count))
     square = np.array([np.mean(np.square(tap), dtype=np.float64) for tap in rows]) * rows.shape[2]
     unit = 1.0 / np.where(square > 0.0, square, 1.0)  # keeps float32 sums of squares in range
-    for start in range(0, count, _GRAM_ROWS):
-        block = np.matmul(rows[:, start : start + _GRAM_ROWS], rows.transpose(0, 2, 1))  # shape: [taps, rows, n]
-        block *= unit[:, None, None].astype(block.dtype)
+
+    def part(start: int) -> NDArray[np.floating]:
+        left = rows[:, start : start + _GRAM_ROWS] * unit[:, None, None].astype(rows.dtype)
+        block = np.matmul(left, rows.transpose(0, 2, 1))  # shape: [taps, rows, n]
         if debiased:
             local = np.arange(block.shape[1])
             block[:, local, start + local] = 0.0
-        row_sums[:, start : start + block.shape[1]] = block.sum(axis=2, dtype=np.float64)
+            row_sums[:, start : start + block.shape[1]] = block.sum(axis=2, dtype=np.float64)
         flat = block.reshape(taps, -1)
-        inner += flat @ flat.T
+        product: NDArray[np.floating] = flat @ flat.T
+        return product
+
+    for product in spread(part, range(0, count, _GRAM_ROWS)):
+        inner += product
     if debiased:
         totals = row_sums.sum(axis=1)
         inner += np.outer(totals, totals) / ((count - 1) * (count - 2)) - 2.0 / (count - 2) * row_sums @ row_sums.T

@@ -6,6 +6,7 @@
 3. After each stage the single-tap entropies so far say what would be picked: where the pick settles, and when to stop.
 """
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from elsi_edge.calibration.capture import PromptStates
 
 DIGITS = 6  # of entropies in results: beyond, thread counts differ
+EARLY = 4  # part of the reservoir that the looks before the last rest on
 STABLE_STEP = 32  # prompts between two looks at the pick, when it is to become stable
 
 
@@ -76,13 +78,15 @@ class Sums:
         self.covariances.add(np.concatenate(kept, axis=1))  # many rows at a time: thin products only move memory
         for prompt, chosen, states in zip(batch, positions, kept, strict=True):
             self.kept[prompt.index] = len(chosen["filtered"])
-            self.by_prompt.add(prompt.index, prompt.states, chosen, self._settings.normalisation)
             self.reservoir.add(prompt.index, chosen["filtered"], states[:-1])
+        each = zip(batch, positions, strict=True)
+        self.by_prompt.add(
+            [variance.ByItself(index=p.index, states=p.states, chosen=chosen) for p, chosen in each],
+            self._settings.normalisation,
+        )
         fitted = [p for p in batch if p.index not in self._plan.held_out and len(p.entropy) - 1 > first[p.index]]
         if self.probe is not None and fitted:
-            pairs = probe.Pairs.joined(
-                [probe.Pairs.of(p.states, p.final_norm, p.argmax, first=first[p.index]) for p in fitted]
-            )
+            pairs = probe.Pairs.of(fitted, first)
             self.probe.add(pairs)
             np.add.at(self.preferred, pairs.argmax, 1)
 
@@ -158,13 +162,15 @@ def measure(
     total = float(sum(rendered.lengths))
     done = [i for stage in stages[:stage_done] for i in stage]
     latest: tuple[FloatArray, stability.Resampled] | None = None
+    mine = [_batches(stage, rendered, settings)[group.rank :: group.count] for stage in stages]
+    skipped = [batch for stage in mine[:stage_done] for batch in stage] + mine[stage_done][:batch_done]
+    left = [batch for stage in mine for batch in stage][len(skipped) :]
+    captured = _captured(target, rendered, plan, left)  # once: finding the blocks runs the model
     with progress("calibrate", total, "tokens") as bar:
-        bar.advance(float(sum(len(rendered.ids[i]) for i in done)))
+        bar.advance(float(sum(len(rendered.ids[i]) for batch in skipped for i in batch)))
         for number in range(stage_done, len(stages)):
-            batches = _batches(stages[number], rendered, settings)
-            mine = batches[group.rank :: group.count]
-            bar.advance(float(sum(len(rendered.ids[i]) for batch in mine[:batch_done] for i in batch)))
-            for index, batch in enumerate(_captured(target, rendered, plan, mine[batch_done:]), start=batch_done + 1):
+            here = itertools.islice(captured, len(mine[number]) - batch_done)
+            for index, batch in enumerate(here, start=batch_done + 1):
                 sums.add(batch, rendered.first)
                 bar.advance(float(sum(len(prompt.entropy) for prompt in batch)) * group.count)
                 if stop.is_set() or checkpoint.due:
@@ -176,7 +182,9 @@ def measure(
             done += stages[number]
             whole = _merged(sums, plan, settings, group, len(order))
             if whole is not None:
-                latest = _looked(whole, last=number == len(stages) - 1)
+                last = number == len(stages) - 1
+                few = None if last or settings.until_stable else settings.reservoir // EARLY  # a look in passing
+                latest = _looked(whole, last=last, sampled=few)
                 if latest is not None:
                     settling.append(_settling(whole, latest, len(done), settings.seed))
             if group.from_first(settings.until_stable and whole is not None and _stable(settling, len(done))):
@@ -194,19 +202,22 @@ def measure(
     )
 
 
-def _looked(sums: Sums, *, last: bool) -> tuple[FloatArray, stability.Resampled] | None:
+def _looked(sums: Sums, *, last: bool, sampled: int | None) -> tuple[FloatArray, stability.Resampled] | None:
     """`evaluate`; None where the first few prompts leave too little to measure, which more prompts may mend."""
     try:
-        return evaluate(sums)
+        return evaluate(sums, sampled)
     except SelectionError:
         if last:
             raise
         return None
 
 
-def evaluate(sums: Sums) -> tuple[FloatArray, stability.Resampled]:
-    """Entropies in nats of taps 0..L and of the state after the final norm, and what prompts do to the former."""
-    covariances, sample = sums.covariances, sums.reservoir.sample()
+def evaluate(sums: Sums, sampled: int | None = None) -> tuple[FloatArray, stability.Resampled]:
+    """Entropies in nats of taps 0..L and of the state after the final norm, and what prompts do to the former.
+
+    The latter rests on `sampled` rows of the reservoir, or on all of them.
+    """
+    covariances, sample = sums.covariances, sums.reservoir.sample(sampled)
     taps = len(covariances.names) - 1
     prompt = np.array([where[0] for where in sample.where], np.intp)
 
@@ -230,12 +241,12 @@ def _rows(states: NDArray[np.float32], covariances: CovarianceAccumulator, tap: 
 
 
 def _stages(order: Sequence[int], settings: CalibrationSettings) -> list[list[int]]:
-    """Prompts by stage: an eighth, a quarter, a half and all of them; or STABLE_STEP at a time."""
+    """Prompts by stage: a quarter, a half and all of them; or STABLE_STEP at a time."""
     count = len(order)
     if settings.until_stable:
         ends = [*range(STABLE_STEP, count, STABLE_STEP), count]
     else:
-        ends = sorted({count, *(count // part for part in (2, 4, 8) if count // part >= stability.LEAST_PROMPTS)})
+        ends = sorted({count, *(count // part for part in (2, 4) if count // part >= stability.LEAST_PROMPTS)})
     return [list(order[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
 

@@ -273,8 +273,10 @@ def _identity(model: SourceModel, rendered: Rendered, settings: CalibrationSetti
 
 
 def _tap_entropy(how: Normalisation, states: NDArray[np.float32]) -> float:
-    rows = centred(states, how)
-    return spectrum_entropy(np.linalg.eigvalsh(rows.T @ rows if len(rows) >= rows.shape[1] else rows @ rows.T))
+    rows = centred(states, how, np.float32)
+    rows = rows / max(float(np.abs(rows).max()), 1e-30)  # states as they are may pass float32 when squared
+    gram = rows.T @ rows if len(rows) >= rows.shape[1] else rows @ rows.T
+    return spectrum_entropy(np.linalg.eigvalsh(gram.astype(np.float64)))
 
 
 def _matrix(values: Any) -> tuple[tuple[float | None, ...], ...]:

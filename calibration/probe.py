@@ -8,12 +8,16 @@ Fitted from sums that stream by, one pass; scored on prompts that were held out.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elsi_edge.calibration.accumulate import Arrays
+from elsi_edge.calibration.parallel import spread
+
+if TYPE_CHECKING:
+    from elsi_edge.calibration.capture import PromptStates
 
 VOCABULARY = 8192  # tokens of the head that is scored, as many as a draft's
 FLAG = 0.03  # share by which the pick may fall behind the best tap without being flagged
@@ -25,35 +29,31 @@ Members = tuple[int, ...]  # indices of states, ascending; () is the embedding a
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Rows of one prompt from which the next state is foreseen."""
+    """Rows from which the next state is foreseen, of one prompt or several."""
 
-    states: NDArray[np.float32]  # [S, n, E] at t: taps 0..L and after the final norm
+    states: NDArray[np.float32]  # [S, n, E] at t: taps 0..L, or those that are looked at
+    final_norm: NDArray[np.float32] | None  # [n, E] at t, after the final norm: state S; None where not looked at
     embedding: NDArray[np.float32]  # [n, E] at t + 1
     final: NDArray[np.float32]  # [n, E] after the final norm, at t + 1
     argmax: NDArray[np.int64]  # [n] the target's top token at t + 1
 
     @classmethod
-    def of(
-        cls, states: NDArray[np.float32], final_norm: NDArray[np.float32], argmax: NDArray[np.int64], *, first: int
-    ) -> "Pairs":
-        """All pairs (t, t + 1) with t >= first of a prompt: states [L + 1, T, E], final_norm [T, E], argmax [T]."""
-        at, after = slice(first, -1), slice(first + 1, None)
+    def of(cls, prompts: "Sequence[PromptStates]", first: Sequence[int]) -> "Pairs":
+        """All pairs (t, t + 1) with t >= first[prompt's index] of some prompts."""
+        spans = [(p, slice(first[p.index], -1), slice(first[p.index] + 1, None)) for p in prompts]
         return cls(
-            states=np.concatenate([states[:, at], final_norm[None, at]]),
-            embedding=states[0, after],
-            final=final_norm[after],
-            argmax=argmax[after],
+            states=np.concatenate([p.states[:, at] for p, at, _ in spans], axis=1),
+            final_norm=np.concatenate([p.final_norm[at] for p, at, _ in spans]),
+            embedding=np.concatenate([p.states[0, after] for p, _, after in spans]),
+            final=np.concatenate([p.final_norm[after] for p, _, after in spans]),
+            argmax=np.concatenate([p.argmax[after] for p, _, after in spans]),
         )
 
-    @classmethod
-    def joined(cls, parts: Sequence["Pairs"]) -> "Pairs":
-        """Rows of several prompts as one."""
-        return cls(
-            states=np.concatenate([part.states for part in parts], axis=1),
-            embedding=np.concatenate([part.embedding for part in parts]),
-            final=np.concatenate([part.final for part in parts]),
-            argmax=np.concatenate([part.argmax for part in parts]),
-        )
+    def state(self, index: int) -> NDArray[np.float32]:
+        """State `index` at t, [n, E]."""
+        if index == len(self.states) and self.final_norm is not None:
+            return self.final_norm
+        return self.states[index]
 
 
 def _scaled(rows: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -87,14 +87,21 @@ class ProbeStatistics:
 
     def add(self, pairs: Pairs) -> None:
         """Add the rows of one prompt, or of several."""
-        inputs = [_scaled(rows) for rows in pairs.states]
         known = _with_constant(pairs.embedding)
-        for t, rows in enumerate(inputs):
+        right = np.concatenate([known, pairs.final], axis=1)  # shape: [n, 2 E + 1]
+        split = known.shape[1]
+
+        def add(t: int) -> None:
+            rows = _scaled(pairs.state(t))
             self._own[t] += rows.T @ rows
-            self._embedding[t] += rows.T @ known
-            self._target[t] += rows.T @ pairs.final
-        for k, (a, b) in enumerate(self._pairs):
-            self._cross[k] += inputs[a].T @ inputs[b]
+            product = rows.T @ right
+            self._embedding[t] += product[:, :split]
+            self._target[t] += product[:, split:]
+            for k, (a, b) in enumerate(self._pairs):
+                if a == t:
+                    self._cross[k] += rows.T @ _scaled(pairs.state(b))
+
+        spread(add, range(self.states))
         self._shared += known.T @ known
         self._shared_target += known.T @ pairs.final
         self._count += len(pairs.final)
@@ -167,7 +174,8 @@ class ProbeScore:
 
     def add(self, pairs: Pairs) -> None:
         """Score the rows of one prompt."""
-        inputs = [_scaled(rows) for rows in pairs.states]
+        used = {t for members in self._weights for t in members}
+        inputs = {t: _scaled(pairs.state(t)) for t in used}
         known = _with_constant(pairs.embedding)
         for start in range(0, len(pairs.final), _SCORE_ROWS):
             part = slice(start, start + _SCORE_ROWS)

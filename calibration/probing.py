@@ -83,7 +83,7 @@ def _fit(
     statistics = probe.ProbeStatistics(len(chosen), plan.width, [members])
     with progress("fit the set", float(sum(len(rendered.ids[i]) for i in fitted)), "tokens") as bar:
         for pairs in _pairs(target, rendered, plan, fitted, settings, bar, stop):
-            statistics.add(dataclasses.replace(pairs, states=pairs.states[list(chosen)]))
+            statistics.add(dataclasses.replace(pairs, states=pairs.states[list(chosen)], final_norm=None))
     return statistics.solve(members)
 
 
@@ -103,7 +103,7 @@ def _pairs(
     for prompt in capture(target, rendered.ids, blocks=plan.blocks, batches=batches):
         first = rendered.first[prompt.index]
         if len(prompt.entropy) - 1 > first:
-            yield probe.Pairs.of(prompt.states, prompt.final_norm, prompt.argmax, first=first)
+            yield probe.Pairs.of([prompt], rendered.first)
         bar.advance(float(len(prompt.entropy)))
         if stop.is_set():
             raise KeyboardInterrupt

@@ -148,6 +148,7 @@ def _compared(
     label = f"{settings.method} m = {len(chosen)}"
     if residual and label not in dict(named) and settings.method != "eagle3":
         named.append((label, chosen))
+    sets.full.prepare([taps for _, taps in named])
     results = [
         RuleResult(
             name=name,

@@ -1,7 +1,7 @@
 """Sets of taps: what a second tap adds, the greedy sets of each size, and how far greedy is from the best.
 
 A joint entropy costs one eigen-decomposition, so sets are measured on the reservoir alone: `full` is all of its rows,
-`screen` a nested quarter on which every pair fits into seconds.
+`screen` a nested eighth on which every pair fits into seconds.
 """
 
 import itertools
@@ -18,9 +18,9 @@ from elsi_edge.calibration.settings import Progress
 from elsi_edge.calibration.statistics import FloatArray, SetEntropy
 
 CLOSE = 50  # best sets by the screen that are measured on all rows
-CLOSE_PAIRS = 10  # the same, when sets are only to be shown
+CLOSE_PAIRS = 6  # the same, when sets are only to be shown
 ALL_SETS = 5000  # sets up to which all are screened; beyond, those that extend the CLOSE best one smaller
-SEED_PAIRS = 5  # best pairs that triples are grown from, when sets are only to be shown
+SEED_PAIRS = 3  # best pairs that triples are grown from, when sets are only to be shown
 WEIGHTS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0)  # of CKA, swept
 
 Set = tuple[int, ...]
@@ -36,7 +36,7 @@ class Sets:
         self.blocks = blocks
         self.full = SetEntropy(rows)
         self._order = order
-        self.screen = self.full if count < 64 else SetEntropy(rows[:, np.sort(order[: count // 4])])
+        self.screen = self.full if count < 128 else SetEntropy(rows[:, np.sort(order[: count // 8])])
 
     @property
     def rows(self) -> int:

@@ -49,9 +49,11 @@ def normalise(
     return rows / np.where(norms > 0.0, norms, dtype(1.0))
 
 
-def centred(states: NDArray[np.floating], normalisation: Normalisation) -> FloatArray:
+def centred(
+    states: NDArray[np.floating], normalisation: Normalisation, dtype: type[np.floating] = np.float64
+) -> NDArray[Any]:
     """Rows of states [..., n, E] normalised, and with their mean over n taken off unless "raw" is asked for."""
-    rows = normalise(states, normalisation)
+    rows = normalise(states, normalisation, dtype)
     return rows if normalisation == "raw" else rows - rows.mean(axis=-2, keepdims=True)
 
 
@@ -127,5 +129,8 @@ class SetEntropy:
 
 def centre_in_place(states: NDArray[np.float32], normalisation: Normalisation) -> None:
     """`centred`, for states [taps, n, E] too large to hold twice; "raw" stays as it is."""
-    for tap in states:
+
+    def centre(tap: NDArray[np.float32]) -> None:
         tap[...] = centred(tap, normalisation)
+
+    spread(centre, list(states))

@@ -24,13 +24,12 @@ CHOICES = ("unfiltered", "filtered", "random")
 EQUAL_CHOICES = ("equal_filtered", "equal_random")
 EQUAL = 16  # positions of every prompt in the second comparison; prompts with twice as many take part
 PAPER_REDUCTION = (0.484, 0.458, 0.356)  # of the variance in the three bands, Goel et al. 2026
-MOST_POSITIONS = 256  # of a prompt measured by itself; longer ones are thinned evenly, to bound the cost
+MOST_POSITIONS = 128  # of a prompt measured by itself; longer ones are thinned evenly, to bound the cost
 
 _BANDS = ("early", "middle", "late")
 _PAPER_BLOCKS = 36
 _PAPER_EDGES = (0, 7, 29, 36)  # of its bands 0-6, 7-28, 29-35
 _LEAST_PROMPTS = 3  # between which a variance is worth a number
-_TOGETHER = 48  # positions up to which all taps are measured in one call: threads cost more than they save
 _LEAST_POSITIONS = 4  # kept positions below which a prompt has no entropy worth the name
 _CONSTANT = 1e-10  # share of the second moment below which a variance is rounding
 _TINY = 1e-12
@@ -45,8 +44,7 @@ def prompt_entropies(states: NDArray[np.floating], normalisation: Normalisation)
     taps, count, _ = states.shape
     if count < _LEAST_POSITIONS:
         return np.full(taps, np.nan)
-    parts = [states] if count <= _TOGETHER else list(states[:, None])
-    return np.concatenate(spread(lambda part: _entropies(part, normalisation), parts))
+    return _entropies(states, normalisation)
 
 
 def _entropies(states: NDArray[np.floating], normalisation: Normalisation) -> FloatArray:
@@ -197,6 +195,15 @@ def _rounded(value: float) -> float:
     return round(float(value), 6)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ByItself:
+    """One prompt that is measured by itself."""
+
+    index: int
+    states: NDArray[np.floating]  # [taps, T, E]
+    chosen: Mapping[str, NDArray[np.intp]]  # positions by choice
+
+
 @dataclass(kw_only=True)
 class PromptEntropies:
     """Entropies of prompts measured by themselves, gathered as they stream by; [prompts, L + 1] by choice."""
@@ -208,9 +215,12 @@ class PromptEntropies:
         """NaN for every prompt that was not measured."""
         return cls(values={choice: np.full((prompts, taps), np.nan) for choice in (*CHOICES, *EQUAL_CHOICES)})
 
-    def add(
-        self, prompt: int, states: NDArray[np.floating], chosen: Mapping[str, NDArray[np.intp]], how: Normalisation
-    ) -> None:
-        """Measure one prompt: states [taps, T, E], positions by choice."""
-        for choice, positions in chosen.items():
-            self.values[choice][prompt] = prompt_entropies(states[:, thinned(positions)], how)
+    def add(self, prompts: Sequence[ByItself], how: Normalisation) -> None:
+        """Measure some prompts, on several threads."""
+
+        def measure(item: tuple[ByItself, str]) -> None:
+            prompt, choice = item
+            rows = prompt.states[:, thinned(prompt.chosen[choice])]
+            self.values[choice][prompt.index] = prompt_entropies(rows, how)
+
+        spread(measure, [(prompt, choice) for prompt in prompts for choice in prompt.chosen])

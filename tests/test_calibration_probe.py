@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from elsi_edge.calibration import probe
+from elsi_edge.calibration.capture import PromptStates
 from elsi_edge.calibration.verdict import probe_text
 
 Floats = NDArray[np.float32]
@@ -21,8 +22,16 @@ def prompt_of(length: int, seed: int, *, width: int = WIDTH) -> tuple[Floats, Fl
     return states, final, draw.integers(0, VOCAB, size=length)
 
 
-def pairs_of(lengths: tuple[int, ...], *, seed: int = 0, first: int = 2) -> list[probe.Pairs]:
-    return [probe.Pairs.of(*prompt_of(n, seed + k), first=first) for k, n in enumerate(lengths)]
+def one(states: Floats, final: Floats, argmax: NDArray[np.int64], index: int = 0) -> PromptStates:
+    """A prompt as capture gives it."""
+    return PromptStates(
+        index=index, states=states, final_norm=final, entropy=np.zeros(len(final), np.float32), argmax=argmax
+    )
+
+
+def pairs_of(lengths: tuple[int, ...], *, seed: int = 0, first: int = 2) -> probe.Pairs:
+    prompts = [one(*prompt_of(n, seed + k), index=k) for k, n in enumerate(lengths)]
+    return probe.Pairs.of(prompts, [first] * len(prompts))
 
 
 def scaled(rows: NDArray[np.floating]) -> NDArray[np.float64]:
@@ -35,35 +44,34 @@ def test_pairs_are_a_state_with_the_next_embedding_and_the_next_final_state() ->
     length, first = 7, 3
     stamp = np.arange(length, dtype=np.float32)[:, None]  # every row says its position
     states = np.stack([1000 * tap + stamp for tap in range(TAPS)])
-    pairs = probe.Pairs.of(states, 9000 + stamp, 50 + np.arange(length), first=first)
+    pairs = probe.Pairs.of([one(states, 9000 + stamp, 50 + np.arange(length))], [first])
     at = np.arange(first, length - 1)
-    assert pairs.states.shape == (TAPS + 1, len(at), 1)
+    assert pairs.states.shape == (TAPS, len(at), 1)
     for tap in range(TAPS):
-        assert pairs.states[tap, :, 0].tolist() == (1000 * tap + at).tolist()
-    assert pairs.states[TAPS, :, 0].tolist() == (9000 + at).tolist()
+        assert pairs.state(tap)[:, 0].tolist() == (1000 * tap + at).tolist()
+    assert pairs.state(TAPS)[:, 0].tolist() == (9000 + at).tolist()
     assert pairs.embedding[:, 0].tolist() == (at + 1).tolist()
     assert pairs.final[:, 0].tolist() == (9000 + at + 1).tolist()
     assert pairs.argmax.tolist() == (50 + at + 1).tolist()
 
 
-def test_joined_pairs_are_the_rows_one_after_the_other() -> None:
-    one, two = pairs_of((9, 12))
-    both = probe.Pairs.joined([one, two])
-    assert len(both.final) == len(one.final) + len(two.final) == 6 + 9
+def test_pairs_of_several_prompts_are_the_rows_one_after_the_other() -> None:
+    alone, two, both = pairs_of((9,)), pairs_of((12,), seed=1), pairs_of((9, 12))
+    assert len(both.final) == len(alone.final) + len(two.final) == 6 + 9
     np.testing.assert_array_equal(both.states[:, 6:], two.states)
-    np.testing.assert_array_equal(both.embedding[:6], one.embedding)
-    np.testing.assert_array_equal(both.argmax, [*one.argmax, *two.argmax])
+    np.testing.assert_array_equal(both.state(TAPS)[6:], two.state(TAPS))
+    np.testing.assert_array_equal(both.embedding[:6], alone.embedding)
+    np.testing.assert_array_equal(both.argmax, [*alone.argmax, *two.argmax])
 
 
 @pytest.mark.parametrize("members", [(), (0,), (2,), (4,), (1, 3), (0, 2, 4), (0, 1, 2, 3, 4)])
 def test_solve_is_ridge_regression_on_the_concatenation(members: probe.Members) -> None:
-    parts = pairs_of((30, 41, 25, 60))
+    rows = pairs_of((30, 41, 25, 60))
     statistics = probe.ProbeStatistics(TAPS + 1, WIDTH, [(1, 3), (0, 2, 4), (0, 1, 2, 3, 4)])
-    statistics.add(parts[0])
-    statistics.add(probe.Pairs.joined(parts[1:]))
-    rows = probe.Pairs.joined(parts)
+    statistics.add(pairs_of((30,)))
+    statistics.add(pairs_of((41, 25, 60), seed=1))
     features = np.concatenate(
-        [*(scaled(rows.states[t]) for t in members), scaled(rows.embedding), np.ones((len(rows.final), 1))], axis=1
+        [*(scaled(rows.state(t)) for t in members), scaled(rows.embedding), np.ones((len(rows.final), 1))], axis=1
     )
     assert statistics.count == len(features)
     # ridge as least squares with rows of its own for the penalty
@@ -84,7 +92,7 @@ def test_only_sets_named_ahead_are_covered() -> None:
 
 
 def test_sums_over_two_processes_and_over_an_interruption_are_the_whole() -> None:
-    parts = pairs_of((20, 30, 40))
+    parts = [pairs_of((length,), seed=k) for k, length in enumerate((20, 30, 40))]
     whole, first, second, both, resumed = (probe.ProbeStatistics(TAPS + 1, WIDTH, [(1, 2)]) for _ in range(5))
     for part in parts:
         whole.add(part)
@@ -123,7 +131,7 @@ class World:
 
         def pairs(seed: int) -> probe.Pairs:
             states, final, argmax = self.prompt(40, seed)
-            found = probe.Pairs.of(states, final, argmax, first=2)
+            found = probe.Pairs.of([one(states, final, argmax)], [2])
             moved = {"final": np.roll(found.final, lag, axis=0), "argmax": np.roll(found.argmax, lag)}
             return dataclasses.replace(found, **moved)  # type: ignore[arg-type]
 
@@ -158,7 +166,7 @@ def test_pairs_that_are_off_by_one_foresee_nothing(lag: int) -> None:
 def test_tokens_outside_the_vocabulary_are_misses() -> None:
     world = World(1)
     states, final, argmax = world.prompt(60, seed=3)
-    pairs = probe.Pairs.of(states, final, argmax, first=0)
+    pairs = probe.Pairs.of([one(states, final, argmax)], [0])
     perfect = np.zeros((2 * world.width + 1, world.width), np.float32)
     perfect[: world.width], perfect[world.width : -1] = world.from_state, world.from_embedding
     for ids in (np.arange(64), np.unique(pairs.argmax)[::2], np.array([pairs.argmax[0]])):

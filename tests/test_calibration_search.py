@@ -118,11 +118,11 @@ def test_screen_and_half_are_nested_samples() -> None:
     rows = random_rows(3, rows=200)
     order = np.random.default_rng(5).permutation(200)
     sets = search.Sets(rows, order, 3)
-    assert (sets.rows, sets.screen_rows) == (200, 50)
-    np.testing.assert_array_equal(sets.screen.rows, rows[:, np.sort(order[:50])])
+    assert (sets.rows, sets.screen_rows) == (200, 25)
+    np.testing.assert_array_equal(sets.screen.rows, rows[:, np.sort(order[:25])])
     half = rows[[1, 3]][:, np.sort(order[:100])]
     assert sets.half((1, 3)) == pytest.approx(joint_entropy(half, "raw"), abs=1e-5)
-    few = search.Sets(rows[:, :63], np.arange(63), 3)
+    few = search.Sets(rows[:, :127], np.arange(127), 3)
     assert few.screen is few.full
 
 

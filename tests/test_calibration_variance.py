@@ -44,8 +44,8 @@ def test_long_prompts_are_thinned_evenly() -> None:
     found = variance.thinned(positions)
     assert len(found) == variance.MOST_POSITIONS and (found[0], found[-1]) == (10, 1499)
     steps = np.diff(found)
-    assert steps.min() >= 5 and steps.max() <= 6
-    assert variance.thinned(positions[:256]).tolist() == positions[:256].tolist()
+    assert steps.min() >= 11 and steps.max() <= 12
+    assert variance.thinned(positions[:128]).tolist() == positions[:128].tolist()
 
 
 def test_bands_are_the_papers_in_proportion() -> None:
@@ -177,7 +177,7 @@ def test_lengths_move_entropies_of_whole_prompts_and_not_those_of_equal_position
             "equal_filtered": np.arange(16),
             "equal_random": np.sort(draw.choice(length, 16, replace=False)),
         }
-        gathered.add(prompt, states, chosen, "unit")
+        gathered.add([variance.ByItself(index=prompt, states=states, chosen=chosen)], "unit")
     spread = {choice: values.var() for choice, values in gathered.values.items()}
     assert scipy.stats.spearmanr(lengths, gathered.values["filtered"][:, 0])[0] > 0.95
     assert spread["filtered"] > 50 * spread["equal_filtered"]
@@ -188,7 +188,8 @@ def test_gathering_thins_and_leaves_the_unmeasured_nan() -> None:
     states = np.random.default_rng(6).normal(size=(2, 700, 4)).astype(np.float32)
     gathered = variance.PromptEntropies.empty(3, 2)
     assert set(gathered.values) == {*variance.CHOICES, *variance.EQUAL_CHOICES}
-    gathered.add(1, states, {"unfiltered": np.arange(700), "filtered": np.arange(0)}, "unit")
+    chosen = {"unfiltered": np.arange(700), "filtered": np.arange(0)}
+    gathered.add([variance.ByItself(index=1, states=states, chosen=chosen)], "unit")
     expected = variance.prompt_entropies(states[:, variance.thinned(np.arange(700))], "unit")
     np.testing.assert_array_equal(gathered.values["unfiltered"][1], expected)
     assert np.isnan(gathered.values["filtered"]).all() and np.isnan(gathered.values["unfiltered"][[0, 2]]).all()
