@@ -53,7 +53,8 @@ class Pairs:
         """State `index` at t, [n, E]."""
         if index == len(self.states) and self.final_norm is not None:
             return self.final_norm
-        return self.states[index]
+        found: NDArray[np.float32] = self.states[index]
+        return found
 
 
 def _scaled(rows: NDArray[np.float32]) -> NDArray[np.float32]:
