@@ -222,7 +222,13 @@ def evaluate(sums: Sums, sampled: int | None = None) -> tuple[FloatArray, stabil
     prompt = np.array([where[0] for where in sample.where], np.intp)
 
     def tap_by_itself(tap: int) -> tuple[float, FloatArray]:
-        values, vectors = np.linalg.eigh(covariances.covariance(tap))
+        try:
+            covariance = covariances.covariance(tap)
+        except SelectionError:
+            if tap > 0 or covariances.count < 2:
+                raise
+            return 0.0, np.zeros(len(prompt))  # the embeddings of one token alone; they are not eligible anyway
+        values, vectors = np.linalg.eigh(covariance)
         rows = _rows(sample.states[tap], covariances, tap)
         return spectrum_entropy(values), stability.influence(rows, values, vectors)
 

@@ -14,7 +14,7 @@ def verdict(
 ) -> tuple[str, ...]:
     """Compartments, what m buys, the probe and stability, a sentence or two each."""
     parts = [
-        _regions(selection),
+        _regions(selection, few=rows < width),
         _sizes(rules, searches),
         str(selection.stability.get("text", "")),
         _probe(selection.probe, rules),
@@ -23,10 +23,12 @@ def verdict(
     return tuple(part for part in parts if part)
 
 
-def _regions(selection: LayerSelection) -> str:
+def _regions(selection: LayerSelection, *, few: bool) -> str:
     regions = selection.compartments
     if not regions:
         return ""
+    if few:  # where rows are few every tap is like every other
+        return "Too few positions to tell compartments apart."
     if len(regions) == 1:
         return (
             "All taps form one broad region of high CKA: they say much the same, so any spread of layers will do "
@@ -52,7 +54,8 @@ def _sizes(rules: Sequence[RuleResult], searches: Sequence[Search]) -> str:
     for search in searches:
         gain = search.best_entropy - before
         size = "little" if gain < _LITTLE * before else f"{gain / before:.0%}"
-        found.append(f"m = {search.m} {list(search.best)} adds {gain:.2f} nats ({size})")
+        adds = f"adds {gain:.2f} nats ({size})" if gain > 0.005 else "adds nothing"
+        found.append(f"m = {search.m} {list(search.best)} {adds}")
         before = search.best_entropy
     start = f"On {searches[0].rows} positions the best single tap holds {single:.2f} nats; "
     return start + ", then ".join(found) + "."

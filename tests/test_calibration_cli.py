@@ -196,6 +196,15 @@ def test_few_positions_are_warned_of_on_stderr(call: Command) -> None:
     assert err.splitlines()[-1].endswith("--work w")
 
 
+def test_prompts_that_all_end_alike_are_measured(call: Command) -> None:
+    """Where the same token is kept of every prompt the embeddings are constant, and nobody asked for them."""
+    Path("three.txt").write_text("a\nb\nc\n")
+    code, out, err = call("--prompts", "three.txt", "--json")
+    value = json.loads(out.splitlines()[-1])
+    assert code == 0 and value["prompts"] == 3 and 0 not in value["taps"]
+    assert "few for states" in err and value["stability"]["stable"] is False
+
+
 def test_the_same_inputs_give_the_same_file(call: Command) -> None:
     for name in ("a.json", "b.json"):
         assert call("--prompts", "prompts.jsonl", "--m", "2", "--method", "elsi-c", "--out", name)[0] == 0

@@ -640,12 +640,14 @@ def test_what_m_buys_is_measured_on_the_same_rows() -> None:
     text = said(selection, [searched(2, 5.5), searched(3, 5.55)])
     assert "5.00" in text and "m = 2 [1, 2] adds 0.50 nats (10%)" in text
     assert "m = 3 [1, 2, 3] adds 0.05 nats (little)" in text
+    assert "m = 2 [1, 2] adds nothing" in said(selection, [searched(2, 4.99)])
 
 
 def test_flag_and_few_rows_are_part_of_the_verdict() -> None:
     flagged = selection_with(((0, 30),), probe={"text": "FLAGGED: tap 9", "flagged": True})
     assert "FLAGGED: tap 9" in said(flagged)
-    assert "fewer than the width 576" in said(flagged, rows=575)
+    few = said(flagged, rows=575)
+    assert "fewer than the width 576" in few and "Too few positions" in few and "any spread of layers" not in few
     assert "fewer than the width" not in said(flagged, rows=576)
     stable = selection_with(((0, 30),), stability={"text": "The pick is stable.", "stable": True})
     assert "The pick is stable." in said(stable)

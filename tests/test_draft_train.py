@@ -130,7 +130,7 @@ def test_budget_in_minutes(shards: Path, model: Path, tmp_path: Path, monkeypatc
     """The schedule follows the clock: warmup, peak and floor are all reached, however fast the machine is."""
     ticks = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: 0.01 * next(ticks))
-    monkeypatch.setattr("elsi_edge.draft.train.time", clock)
+    monkeypatch.setattr("elsi_edge.draft.trainer.time", clock)
     config = train(shards, model, tmp_path, settings(steps=None, minutes=0.05))
     rates = [entry["lr"] for entry in read_log(tmp_path) if "lr" in entry]
     assert config.training["settings"]["steps"] == len(rates) > 20
@@ -142,7 +142,7 @@ def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(
 ) -> None:
     train(shards, model, tmp_path, settings(steps=3))
     before = load_draft(tmp_path).config
-    monkeypatch.setattr("elsi_edge.draft.train.batch_loss", lambda *_: torch.tensor(float("nan"), requires_grad=True))
+    monkeypatch.setattr("elsi_edge.draft.trainer.batch_loss", lambda *_: torch.tensor(float("nan"), requires_grad=True))
     with pytest.raises(DraftError, match=r"loss became nan at step 4, on rows of shard-0000\d\.safetensors"):
         train(shards, model, tmp_path, settings())
     assert load_draft(tmp_path).config == before

@@ -119,7 +119,7 @@ def test_forward_step_with_a_mask_hides_siblings() -> None:
     net.forward_step(states[:, :2], tokens[:, :2], torch.tensor([[0, 1]]), cache)
     alone = []
     for child in (2, 3):
-        own = DraftCache(keys=cache.keys, values=cache.values)
+        own = DraftCache(pairs=dict(cache.pairs))
         alone.append(
             net.forward_step(states[:, child : child + 1], tokens[:, child : child + 1], torch.tensor([[2]]), own)
         )

@@ -151,3 +151,32 @@ def test_selection_of_the_state_after_the_final_norm(tiny_model: TinyModel, tmp_
     draft = load_draft(tmp_path / "draft")
     manifest = export_bundle(source, tmp_path / "bundle", ExportSettings(precision="fp32"), draft=draft)
     assert manifest.parity["taps_relative_error"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"depth": 2},
+        {"heads": 2, "kv_heads": 1, "head_width": 48, "mlp_width": 32},
+        {"depth": 2, "width": 32, "target_width": 64, "heads": 3, "kv_heads": 3},
+    ],
+    ids=["two blocks", "own heads", "narrow"],
+)
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_drafts_of_other_shapes(tiny_model: TinyModel, tmp_path: Path, changes: dict[str, int], precision: str) -> None:
+    """Two blocks, heads of its own and another width than the target's are exported, compared, and run."""
+    from elsi_edge.draft.checkpoint import load_config
+    from elsi_edge.runtime.options import GenerateOptions
+    from elsi_edge.runtime.session import Session
+    from tests.conftest import write_random_draft
+
+    write_random_draft(tmp_path / "draft", replace(load_config(tiny_model.draft), **changes))  # type: ignore[arg-type]
+    source, draft = resolve(str(tiny_model.model)), load_draft(tmp_path / "draft")
+    settings = ExportSettings(precision=precision, draft_precision=precision)  # type: ignore[arg-type]
+    manifest = export_bundle(source, tmp_path / "bundle", settings, draft=draft)
+    if precision == "fp32":
+        assert manifest.parity["draft_entry_relative_error"] < 1e-4
+        assert manifest.parity["draft_node_relative_error"] < 1e-4
+    session, options = Session.open(tmp_path / "bundle"), GenerateOptions(max_tokens=12, draft_nodes=6)
+    drafted, plain = (session.generate("a b", o) for o in (options, replace(options, draft_nodes=0)))
+    assert drafted.token_ids == plain.token_ids and drafted.draft_nodes > 0

@@ -1,5 +1,6 @@
 """Prompts files: every record read, every fault named with its true line."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,13 @@ def test_text_lines(tmp_path: Path) -> None:
         (b'"x"', r"a JSON str where an object"),
         (b"{}", r"no 'turns' .* it has no keys"),
         (b'{"text": "x"}', r"no 'turns' .* it has \['text'\]"),
-        (b'{"messages": []}', r"'messages' is not read"),
+        (b'{"messages": []}', r"'messages' has no turn of a user"),
+        (b'{"messages": {}}', r"'messages' must be a list of turns, it is a dict"),
+        (b'{"messages": [{"role": "user"}]}', r"each turn of 'messages' needs the strings 'role' and 'content'"),
+        (b'{"conversations": [{"from": "system", "value": "x"}]}', r"a turn of 'system' is not read"),
+        (b'{"conversations": [{"from": "gpt", "value": "x"}]}', r"'conversations' has no turn of a user"),
+        (b'{"data": "x"}', r"'data' must be a list of strings"),
+        (b'{"dialog": [], "instruction": "x"}', r"no 'turns' .* it has \['dialog', 'instruction'\]"),
         (b'{"turns": []}', r"'turns' must be a list"),
         (b'{"turns": "x"}', r"'turns' must be a list"),
         (b'{"turns": ["x", 1]}', r"'turns' must be a list"),
@@ -64,6 +71,42 @@ def test_a_broken_record_is_named_by_its_true_line(tmp_path: Path, line: bytes, 
     with pytest.raises(DataError, match=r"p\.jsonl, line 4: " + message) as caught:
         read_prompts(write(tmp_path, data))
     assert "\n" not in str(caught.value)
+
+
+SHAREGPT = {
+    "id": "s1",
+    "conversations": [
+        {"from": "gpt", "value": "left over"},
+        {"from": "human", "value": "one"},
+        {"from": "gpt", "value": "answer"},
+        {"from": "human", "value": "two"},
+    ],
+}
+
+
+def test_conversations_are_prompts_with_the_first_answer_beside_them(tmp_path: Path) -> None:
+    rows = [
+        SHAREGPT,
+        {"prompt": "q", "prompt_id": "u1", "messages": [{"role": "user", "content": "q"}]},
+        {"id": "u2", "data": ["x", "y", "z"]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]},
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    found = read_prompts(write(tmp_path, text.encode()))
+    assert [(row.id, row.turns, row.answer) for row in found] == [
+        ("s1", ("one", "two"), "answer"),
+        ("u1", ("q",), ""),
+        ("u2", ("x", "z"), "y"),
+        ("line-4", ("a", "b"), ""),  # two user turns in a row: nobody answered the first
+    ]
+
+
+def test_a_file_that_is_one_array(tmp_path: Path) -> None:
+    rows = read_prompts(write(tmp_path, json.dumps([SHAREGPT, {"prompt": "p"}], indent=1).encode(), "s.json"))
+    assert [row.id for row in rows] == ["s1", "record-2"]
+    for text, message in (("[{]", "not valid JSON"), ("[{}]", "record 1: no 'turns'"), ("[]", "holds no prompts")):
+        with pytest.raises(DataError, match=message):
+            read_prompts(write(tmp_path, text.encode(), "s.json"))
 
 
 @pytest.mark.parametrize(

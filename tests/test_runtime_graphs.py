@@ -19,10 +19,11 @@ from elsi_edge.runtime.draft import OrtDraft
 from elsi_edge.runtime.engines import Engine
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
 from elsi_edge.runtime.ort import open_session
-from elsi_edge.runtime.proposal import DraftProposer, TreeShape
+from elsi_edge.runtime.proposal import DraftProposer
 from elsi_edge.runtime.session import Session
 from elsi_edge.runtime.target import OrtTarget
 from elsi_edge.runtime.tree import ROOT, Tree, best_first
+from elsi_edge.tree_shape import TreeShape
 from tests.toy_proposers import Endless, LiarProposer, NoisyProposer, OracleProposer, Scripted
 
 MakeBundle = Callable[..., Path]
