@@ -22,26 +22,28 @@ _EFFICIENCY = 0.4  # of the matrix speed that a whole forward pass reached on Sm
 def statistics_bytes(
     shape: ModelShape, settings: CalibrationSettings, *, pairs: int = 6, threads: int | None = None
 ) -> int:
-    """Bytes that the statistics hold: with L taps beside tap 0, width E and a reservoir of R positions,
+    """Bytes that the statistics take at their peak: with L taps beside tap 0, width E and a reservoir of R positions,
 
-    8 (L + 2) (E + 1) E for covariances,
-    4 (L + 1) R E for the reservoir, as much again for its copy while sets are scored, half for smaller samples of it,
+    8 (L + 2) (E + 1) E for covariances, 4 (L + 1) R E for the reservoir, and
     4 (3 (L + 2) + 2 + pairs) E^2 for the probe, where `pairs` are those within the sets that it fits;
 
-    and for work in passing the larger of
-    512 (L + 1) R for CKA's Gram rows, 64 of every tap at a time, and
-    24 R E + 24 S^2 for each thread on a set of three taps, where S = min(3 E, R).
+    and beside them the larger of what choosing and what probing take:
+    6 (L + 1) R E for samples of the reservoir, with the larger of 512 (L + 1) R for CKA's Gram rows, 64 of every tap at
+    a time, and 24 R E + 24 S^2 for each thread on a set of three taps, where S = min(3 E, R);
+    16 (4 E + 1)^2 for the regression of EAGLE-3's three taps, and 8 (L + 3) E^2 for the weights of all.
 
     Saving progress takes 4 (L + 1) R E before any set is scored. threads: None is as many as `parallel.spread` uses.
     """
     taps, width, rows = shape.blocks + 1, shape.width, settings.reservoir
-    covariances = _DOUBLE * (taps + 1) * (width + 1) * width
-    reservoir = 5 * _FLOAT * taps * rows * width // 2
-    probe = _FLOAT * (3 * (taps + 1) + 2 + pairs) * width**2 if settings.probe else 0
+    held = _DOUBLE * (taps + 1) * (width + 1) * width + _FLOAT * taps * rows * width
     side = min(3 * width, rows)
     of_a_thread = 24 * (rows * width + side**2)
-    working = max(512 * taps * rows, (threads or parallel.count()) * of_a_thread)
-    return covariances + reservoir + probe + working
+    samples = 3 * _FLOAT * taps * rows * width // 2
+    choosing = samples + max(512 * taps * rows, (threads or parallel.count()) * of_a_thread)
+    if not settings.probe:
+        return held + choosing
+    held += _FLOAT * (3 * (taps + 1) + 2 + pairs) * width**2
+    return held + max(choosing, 2 * _DOUBLE * (4 * width + 1) ** 2 + 2 * _FLOAT * (taps + 2) * width**2)
 
 
 def batch_bytes(shape: ModelShape, tokens: int) -> int:

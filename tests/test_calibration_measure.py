@@ -593,11 +593,19 @@ def test_memory_is_what_the_formula_says(blocks: int, width: int, reservoir: int
             close = show_triples(found).close
             wins(found, close, np.array([prompt for prompt, _ in sample.where]), seed=0)
             choosing = tracemalloc.get_traced_memory()[1]
+            del found, sample
+            tracemalloc.reset_peak()
+            if sums.probe is not None:
+                sets = [(), *((t,) for t in range(blocks + 2)), *plan.sets]
+                weights = [sums.probe.solve(members) for members in sets]
+                assert len(weights) == len(sets)
+            probing = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
     stated = cost.statistics_bytes(shape, settings, threads=1)
-    assert max(streaming - cost.batch_bytes(shape, length), choosing) < 1.15 * stated, (streaming, choosing, stated)
-    assert choosing > 0.75 * stated  # and it is no tale of caution either
+    peak = max(choosing, probing)
+    assert max(streaming - cost.batch_bytes(shape, length), peak) < 1.15 * stated, (streaming, choosing, probing, stated)
+    assert peak > 0.75 * stated  # and it is no tale of caution either
 
 
 # --- verdicts
