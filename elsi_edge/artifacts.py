@@ -6,7 +6,7 @@ E hidden width, V target vocabulary, U draft vocabulary, L blocks, H kv heads, D
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, Literal, Protocol, Self, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -127,7 +127,7 @@ class DraftConfig:
     """Everything structural about a draft: decided once, stored with its weights, derived from afterwards."""
 
     selection: LayerSelection
-    width: int  # E, shared with the target
+    width: int  # of the draft's states, normally the target's E
     heads: int
     kv_heads: int
     head_width: int
@@ -137,7 +137,9 @@ class DraftConfig:
     context: int  # longest sequence, tokens
     rope_theta: float
     norm_eps: float
-    head: HeadKind = "own"  # own weights, or the target's lm_head rows
+    depth: int = 1  # blocks
+    target_width: int = 0  # E of the target where the draft's own width is another; 0 where it is the same
+    head: HeadKind = "own"  # trained, or the target's lm_head rows as they are ("tied"); stored either way
     target_fingerprint: str = ""
     tokenizer_sha256: str = ""
     template_sha256: str = ""
@@ -149,6 +151,8 @@ class DraftConfig:
     def __post_init__(self) -> None:
         for name in ("width", "heads", "kv_heads", "head_width", "mlp_width", "draft_vocab_size", "context"):
             _require(getattr(self, name) >= 1, f"draft: {name} is {getattr(self, name)}, it must be at least 1")
+        _require(self.depth in (1, 2), f"draft: depth is {self.depth}, it must be 1 or 2")
+        _require(self.target_width >= 0, f"draft: target_width is {self.target_width}, it cannot be negative")
         _require(self.heads % self.kv_heads == 0, f"draft: {self.heads} heads cannot share {self.kv_heads} kv heads")
         _require(
             self.draft_vocab_size <= self.target_vocab_size,
@@ -159,6 +163,11 @@ class DraftConfig:
     def m(self) -> int:
         """Number of taps the projection reads."""
         return self.selection.m
+
+    @property
+    def embedding_width(self) -> int:
+        """E of the target: of its states and its embeddings."""
+        return self.target_width or self.width
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
@@ -241,9 +250,12 @@ class BatchTargetRunner(TargetRunner, Protocol):
     arithmetic: str  # what computes, e.g. "onnx-int4": states of two kinds do not belong in one set
 
     def answer_batch(
-        self, requests: Iterator[AnswerRequest], *, batch: int
+        self, requests: Iterator[AnswerRequest], *, batch: int, stop: Callable[[], bool]
     ) -> Iterator[tuple[AnswerRequest, list[int]]]:
-        """Answers as they finish, at most `batch` in the making; requests are drawn when there is room."""
+        """Answers as they finish, at most `batch` in the making; requests are drawn when there is room.
+
+        A batch of 1 decodes as a session does. `stop` is asked every token; True ends it, without what is unfinished.
+        """
         ...
 
     def record(

@@ -9,6 +9,7 @@ from elsi_edge import weights
 from elsi_edge.errors import MissingExtraError, ModelError
 
 PATIENCE_S = 5.0  # seconds the hub has to answer before it counts as out of reach
+_DRAFT = "draft.safetensors"  # what a repository of a draft of ours holds in place of a model
 _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja"]
 
 
@@ -80,7 +81,8 @@ def _cached(repo: str) -> Path | None:
     hf = _hf()
     try:
         found = Path(hf.snapshot_download(repo, allow_patterns=_FILES, local_files_only=True))
-        weights.list_tensors(found)  # another tool may have cached the configuration alone
+        if not (found / _DRAFT).is_file():
+            weights.list_tensors(found)  # another tool may have cached the configuration alone
     except ModelError:
         return None
     except Exception:  # not cached: its kind differs between huggingface_hub's versions

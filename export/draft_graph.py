@@ -1,7 +1,7 @@
-"""The draft's two graphs: the projection of the taps, and the block with its reduced-vocabulary head.
+"""The draft's two graphs: the projection of the taps, and the blocks with their reduced-vocabulary head.
 
-One block graph serves both modes, since its `state` input is either projected taps of the target or the draft's own
-output. The embedding lookup is the target's own nodes: it names the same bytes of the same weights file.
+One graph of the blocks serves both modes, since its `state` input is either projected taps of the target or the draft's
+own output. The embedding lookup is the target's own nodes: it names the same bytes of the same weights file.
 """
 
 import logging
@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from elsi_edge.artifacts import DraftConfig, Precision
 from elsi_edge.bundle import DRAFT_VOCAB_FILE, GraphRole
 from elsi_edge.draft.checkpoint import LoadedDraft
+from elsi_edge.draft.shapes import block_prefixes
 from elsi_edge.export import embedding, surgery
 from elsi_edge.export.builder import BLOCK
 
@@ -42,64 +43,85 @@ def write_draft(out: Path, draft: LoadedDraft, *, base: Path, precision: Precisi
 def _projection(draft: LoadedDraft) -> onnx.ModelProto:
     config = draft.config
     nodes = [helper.make_node("MatMul", ["taps", "projection.weight"], ["state"], name="/projection/MatMul")]
-    inputs = [_floats("taps", [1, "T", config.m * config.width])]
+    inputs = [_floats("taps", [1, "T", config.m * config.embedding_width])]
     outputs = [_floats("state", [1, "T", config.width])]
     return _model(nodes, inputs, outputs, {"projection.weight": draft.tensors["projection.weight"].T})
 
 
 def _block(draft: LoadedDraft) -> onnx.ModelProto:
     config, tensors = draft.config, draft.tensors
-    matrices = ("qkv.weight", "o.weight", "gate.weight", "up.weight", "down.weight", "head.weight")
-    norms = ("embed_norm.weight", "state_norm.weight", "mlp_norm.weight", "final_norm.weight")
-    weights = {name: tensors[name].T for name in matrices} | {name: tensors[name] for name in norms}
+    weights = {
+        name: tensor if name.endswith("norm.weight") else tensor.T
+        for name, tensor in tensors.items()
+        if name != "projection.weight"
+    }
     weights["cos_cache"], weights["sin_cache"] = rotary_tables(config)
     cache: list[int | str] = [1, config.kv_heads, "C", config.head_width]
+    caches = [f"{block}.{kind}" for block in range(config.depth) for kind in ("key", "value")]
     inputs = [
-        _floats(_EMBEDDED, [1, "T", config.width]),
+        _floats(_EMBEDDED, [1, "T", config.embedding_width]),
         _floats("state", [1, "T", config.width]),
         helper.make_tensor_value_info("logit_rows", TensorProto.INT64, ["R"]),
         helper.make_tensor_value_info("position_ids", TensorProto.INT64, [1, "T"]),
         _floats("attention_bias", [1, 1, "T", "S_plus_T"]),
         helper.make_tensor_value_info("seqlens_k", TensorProto.INT32, [1]),
         helper.make_tensor_value_info("total_sequence_length", TensorProto.INT32, []),
-        _floats("past_key_values.0.key", cache),
-        _floats("past_key_values.0.value", cache),
+        *(_floats(f"past_key_values.{name}", cache) for name in caches),
     ]
     outputs = [
         _floats("logits", [1, "R", config.draft_vocab_size]),
         _floats("next_state", [1, "T", config.width]),
-        _floats("present.0.key", cache),
-        _floats("present.0.value", cache),
+        *(_floats(f"present.{name}", cache) for name in caches),
     ]
-    return _model(_block_nodes(config), inputs, outputs, weights)
+    return _model(_nodes(config), inputs, outputs, weights)
 
 
-def _block_nodes(config: DraftConfig) -> list[onnx.NodeProto]:
+def _nodes(config: DraftConfig) -> list[onnx.NodeProto]:
     """The network of `elsi_edge.draft.network.DraftNetwork`, node by node."""
     eps = config.norm_eps
+    prefixes = block_prefixes(config)
+    nodes = [
+        _norm(_EMBEDDED, "embed_norm.weight", "embed_normed", eps),
+        _norm("state", "state_norm.weight", "state_normed", eps),
+        helper.make_node("Concat", ["embed_normed", "state_normed"], ["both"], name="/both", axis=-1),
+    ]
+    read, state = "both", "state"
+    for index, prefix in enumerate(prefixes):
+        last = index + 1 == len(prefixes)
+        norm = "final_norm.weight" if last else f"{prefixes[index + 1]}state_norm.weight"
+        result = ("final_normed", "next_state") if last else (f"{prefix}finished_normed", f"{prefix}finished")
+        nodes += _block_nodes(config, index, prefix, read=read, state=state, norm=norm, result=result)
+        read, state = result
+    return [
+        *nodes,
+        helper.make_node("Gather", ["final_normed", "logit_rows"], ["wanted"], name="/wanted", axis=1),
+        _product("wanted", "head.weight", "logits"),
+    ]
 
-    def norm(source: str, weight: str, result: str) -> onnx.NodeProto:
-        attributes = {"epsilon": eps, "axis": -1, "stash_type": 1}
-        return helper.make_node("SimplifiedLayerNormalization", [source, weight], [result], f"/{result}", **attributes)
 
-    def add_norm(first: str, second: str, weight: str, result: str, total: str) -> onnx.NodeProto:
-        outputs = [result, "", "", total]
-        operator = "SkipSimplifiedLayerNormalization"
+def _block_nodes(
+    config: DraftConfig, index: int, prefix: str, *, read: str, state: str, norm: str, result: tuple[str, str]
+) -> list[onnx.NodeProto]:
+    """One block over `state`, whose fused qkv reads `read`; yields the normed and the un-normed state, `result`."""
+
+    def own(name: str) -> str:
+        return f"{prefix}{name}"
+
+    def add_norm(first: str, second: str, weight: str, normed: str, total: str) -> onnx.NodeProto:
+        operator, outputs = "SkipSimplifiedLayerNormalization", [normed, "", "", total]
+        name = f"/{normed}"
         return helper.make_node(
-            operator, [first, second, weight], outputs, f"/{result}", domain=_MICROSOFT, epsilon=eps
+            operator, [first, second, weight], outputs, name, domain=_MICROSOFT, epsilon=config.norm_eps
         )
-
-    def product(source: str, weight: str, result: str) -> onnx.NodeProto:
-        return helper.make_node("MatMul", [source, weight], [result], name=f"/{result}/MatMul")
 
     attention = helper.make_node(
         "GroupQueryAttention",
         [
-            *("qkv", "", "", "past_key_values.0.key", "past_key_values.0.value"),
+            *(own("qkv"), "", "", f"past_key_values.{index}.key", f"past_key_values.{index}.value"),
             *("seqlens_k", "total_sequence_length", "cos_cache", "sin_cache", "position_ids", "attention_bias"),
         ],
-        ["attended", "present.0.key", "present.0.value"],
-        name="/attention",
+        [own("attended"), f"present.{index}.key", f"present.{index}.value"],
+        name=f"/{own('attention')}",
         domain=_MICROSOFT,
         num_heads=config.heads,
         kv_num_heads=config.kv_heads,
@@ -108,23 +130,27 @@ def _block_nodes(config: DraftConfig) -> list[onnx.NodeProto]:
         rotary_interleaved=0,
     )
     return [
-        norm(_EMBEDDED, "embed_norm.weight", "embed_normed"),
-        norm("state", "state_norm.weight", "state_normed"),
-        helper.make_node("Concat", ["embed_normed", "state_normed"], ["both"], name="/both", axis=-1),
-        product("both", "qkv.weight", "qkv"),
+        _product(read, own("qkv.weight"), own("qkv")),
         attention,
-        product("attended", "o.weight", "mixed"),
-        add_norm("state", "mixed", "mlp_norm.weight", "mlp_normed", "residual"),
-        product("mlp_normed", "gate.weight", "gated"),
-        product("mlp_normed", "up.weight", "raised"),
-        helper.make_node("Sigmoid", ["gated"], ["sigmoid"], name="/sigmoid"),
-        helper.make_node("Mul", ["gated", "sigmoid"], ["silu"], name="/silu"),
-        helper.make_node("Mul", ["silu", "raised"], ["swiglu"], name="/swiglu"),
-        product("swiglu", "down.weight", "lowered"),
-        add_norm("residual", "lowered", "final_norm.weight", "final_normed", "next_state"),
-        helper.make_node("Gather", ["final_normed", "logit_rows"], ["wanted"], name="/wanted", axis=1),
-        product("wanted", "head.weight", "logits"),
+        _product(own("attended"), own("o.weight"), own("mixed")),
+        add_norm(state, own("mixed"), own("mlp_norm.weight"), own("mlp_normed"), own("residual")),
+        _product(own("mlp_normed"), own("gate.weight"), own("gated")),
+        _product(own("mlp_normed"), own("up.weight"), own("raised")),
+        helper.make_node("Sigmoid", [own("gated")], [own("sigmoid")], name=f"/{own('sigmoid')}"),
+        helper.make_node("Mul", [own("gated"), own("sigmoid")], [own("silu")], name=f"/{own('silu')}"),
+        helper.make_node("Mul", [own("silu"), own("raised")], [own("swiglu")], name=f"/{own('swiglu')}"),
+        _product(own("swiglu"), own("down.weight"), own("lowered")),
+        add_norm(own("residual"), own("lowered"), norm, *result),
     ]
+
+
+def _norm(source: str, weight: str, result: str, eps: float) -> onnx.NodeProto:
+    attributes = {"epsilon": eps, "axis": -1, "stash_type": 1}
+    return helper.make_node("SimplifiedLayerNormalization", [source, weight], [result], f"/{result}", **attributes)
+
+
+def _product(source: str, weight: str, result: str) -> onnx.NodeProto:
+    return helper.make_node("MatMul", [source, weight], [result], name=f"/{result}/MatMul")
 
 
 def rotary_tables(config: DraftConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -106,7 +106,7 @@ def require_same_target(draft: LoadedDraft, source: SourceModel, codec: TextCode
     """Raise DraftError naming both values when a draft was trained for other weights, text or sizes."""
     config = draft.config
     pairs = [
-        ("width", config.width, source.shape.width),
+        ("width", config.embedding_width, source.shape.width),
         ("vocabulary", config.target_vocab_size, source.shape.vocab_size),
         ("number of blocks", config.selection.blocks, source.shape.blocks),
         ("tokenizer", config.tokenizer_sha256[:12], codec.tokenizer_sha256[:12]),

@@ -1,14 +1,14 @@
 """Many answers at once: one token a step for each of B sequences, whose keys and values lie in one cache, in place.
 
-Decoding one sequence waits for the weights; B sequences share them. A prompt is prefilled by itself into its slot of the
-cache (batch 1: the matrices are no faster for several prompts together). A finished sequence gives its slot to the
+Decoding one sequence waits for the weights; B sequences share them. A prompt is prefilled by itself into its slot of
+the cache (batch 1: the matrices are no faster for several prompts together). A finished sequence gives its slot to the
 last one, and the next waiting prompt is appended, so that one long answer does not idle the rest.
 
 The attention sees one query row here, without the exact mode's extra row: at int4 and int8 tokens may part from those
 of a session, as two runs of it on other kernels would.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,13 +49,16 @@ class BatchDecoder:
         self._bound = 0  # sequences that the decode bindings span
 
     def answers(
-        self, requests: Iterator[AnswerRequest], *, batch: int
+        self, requests: Iterator[AnswerRequest], *, batch: int, stop: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[AnswerRequest, list[int]]]:
-        """Yield each answer when it ends; at most `batch` are in the making. The end token is kept."""
+        """Yield each answer when it ends; at most `batch` are in the making. The end token is kept.
+
+        `stop` is asked every token and before every prompt; once it is True nothing more comes.
+        """
         live: list[_Sequence] = []
         more = True
-        while True:
-            while more and len(live) < batch:
+        while not stop():
+            while more and len(live) < batch and not stop():
                 request = next(requests, None)
                 more = request is not None
                 if request is not None:
@@ -72,9 +75,7 @@ class BatchDecoder:
     def _admit(self, request: AnswerRequest, slot: int, live: Sequence[_Sequence], batch: int) -> _Sequence:
         """Prefill a prompt into a slot and choose its answer's first token."""
         count = len(request.prompt_ids)
-        options = GenerateOptions(
-            temperature=request.temperature, top_k=request.top_k, max_tokens=request.max_tokens
-        )
+        options = GenerateOptions(temperature=request.temperature, top_k=request.top_k, max_tokens=request.max_tokens)
         limit = min(request.max_tokens, self._context - count)
         self._reserve(count + 1, live, batch)
         for index, buffer in enumerate(self._cache):

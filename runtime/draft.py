@@ -42,7 +42,7 @@ class OrtDraft:
     ) -> None:
         self.config = config
         self.draft_to_target_ids = draft_to_target_ids  # [U] absolute target ids
-        self.cache = KvCache(blocks=1, kv_heads=config.kv_heads, head_width=config.head_width)
+        self.cache = KvCache(blocks=config.depth, kv_heads=config.kv_heads, head_width=config.head_width)
         self._graph, self._projection = BoundGraph(draft), BoundGraph(projection)
         self._scratch = Scratch()
         self._seqlens, self._total = np.zeros(1, np.int32), np.zeros((), np.int32)

@@ -1,6 +1,5 @@
 """From the draft to a tree of candidates."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 
 from elsi_edge.runtime.draft import DraftStep, OrtDraft
 from elsi_edge.runtime.tree import ROOT, Tree, best_first
+from elsi_edge.tree_shape import TreeShape
 
 
 class Proposer(Protocol):
@@ -26,21 +26,6 @@ class Proposer(Protocol):
     def propose(self, budget: int, *, chain: bool) -> Tree:
         """At most `budget` candidates for what follows the last observed token; a chain where asked."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class TreeShape:
-    """How far and how wide the draft looks for a budget of nodes."""
-
-    depth: int  # levels
-    beam: int  # nodes expanded per level, and children looked at per node
-
-    @classmethod
-    def for_budget(cls, budget: int, *, chain: bool) -> "TreeShape":
-        """A default until a device is measured: deep enough for the budget, wide enough to have a choice."""
-        if chain or budget <= 2:
-            return cls(depth=budget, beam=1)
-        return cls(depth=1 + math.ceil(math.log2(budget)), beam=min(8, max(2, budget // 2)))
 
 
 @dataclass(kw_only=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from elsi_edge import fsio, packaged
-from elsi_edge.artifacts import LayerSelection
+from elsi_edge import fsio, packaged, prompts
+from elsi_edge.artifacts import LayerSelection, PromptRow
 from elsi_edge.bundle import Bundle, BundleManifest
 from elsi_edge.draft.checkpoint import load_config
 from elsi_edge.export import builder, pipeline
@@ -109,13 +109,13 @@ def test_auto_calibrates_when_nothing_was_chosen(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import elsi_edge.calibration as calibration
-
-    found = replace(tiny_model.selection, settings={"warnings": ["few"]})
-    monkeypatch.setattr(calibration, "calibrate", lambda *a, **k: found)
+    rows = [PromptRow(id=f"p{n}", turns=(f"Say {n} words about the sea and the wind.",)) for n in range(9)]
+    monkeypatch.setattr(prompts, "builtin_calibration_prompts", lambda: rows)
     done = run("export", tiny_model.model, "--work", tmp_path)
-    assert done.code == 0 and "calibrating" in done.err and "warning: few" in done.err
-    assert json.loads((tmp_path / "tiny-llama" / "selection.json").read_text())["taps"] == [1]
+    assert done.code == 0 and "calibrating" in done.err and "warning: " in done.err and "few for states" in done.err
+    found = json.loads((tmp_path / "tiny-llama" / "selection.json").read_text())
+    assert found["m"] == 1 and found["prompts"] == 9 and found["target_fingerprint"]
+    assert (tmp_path / "tiny-llama" / "calibration" / "report.html").is_file()
 
 
 def test_the_packaged_draft_is_taken_when_it_fits(

@@ -46,9 +46,12 @@ def test_distill_then_train(capfd: pytest.CaptureFixture[str]) -> None:
     done = capfd.readouterr()
     result = json.loads(done.out.splitlines()[-1])
     assert result["settings"]["steps"] == 3 and len(result["agreement"]) == 4
+    assert set(result["tau"]) == {"chain-2", "chain-4", "tree-30", "tree-60"}
+    assert result["size"]["parameters_projection"] == 2 * toy.E * toy.E
     assert "Next: elsi-edge export toy" in done.err
     assert call(*TRAIN) == 0
-    assert "tokens per verification" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "tokens per verification" in out and "by replay of" in out and "at int4" in out
 
 
 def test_the_selection_of_the_work_directory(capfd: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +71,11 @@ def test_the_selection_of_the_work_directory(capfd: pytest.CaptureFixture[str]) 
         ((*DISTILL, "--taps", "2", "--bundle", "nowhere"), 1, "elsi-edge export toy --plain-only"),
         (TRAIN, 1, "elsi-edge distill MODEL"),
         ((*TRAIN, "--unroll", "9"), 2, "unroll"),
+        ((*TRAIN, "--depth", "3"), 2, "depth"),
+        ((*TRAIN, "--optimiser", "sgd"), 2, "optimiser"),
+        ((*TRAIN, "--step-weights", "1,x,1"), 2, "--step-weights '1,x,1' is not a list"),
+        ((*TRAIN, "--step-weights", "1,1"), 2, "must be 3 numbers"),
+        ((*TRAIN, "--taps", "last"), 2, "'final-norm' nor a list"),
     ],
 )
 def test_bad_usage_is_one_line(

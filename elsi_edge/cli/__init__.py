@@ -22,8 +22,11 @@ from elsi_edge._version import __version__
 from elsi_edge.cli.signals import orderly_end
 from elsi_edge.errors import ElsiError
 
-VERBS = ("demo", "calibrate", "distill", "train", "export", "generate", "chat", "bench", "inspect", "doctor", "cache")
-_MODULES = {"cache": "cache_cmd"}  # where the module's name is not the verb's
+VERBS = (
+    *("demo", "build", "calibrate", "distill", "train", "export", "draft"),
+    *("generate", "chat", "bench", "inspect", "doctor", "cache"),
+)
+_MODULES = {"cache": "cache_cmd", "draft": "draft_layout"}  # where the module's name is not the verb's
 _INTERRUPTED = 130  # as the shell reports SIGINT
 _CLOSED_PIPE = 1  # as typer reports it where it sees it first
 

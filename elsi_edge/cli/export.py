@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from elsi_edge.artifacts import LayerSelection
     from elsi_edge.bundle import BundleManifest
     from elsi_edge.draft.checkpoint import LoadedDraft
+    from elsi_edge.export.pipeline import ExportSettings
     from elsi_edge.models import SourceModel
     from elsi_edge.workdir import WorkDir
 
@@ -36,8 +37,10 @@ def export(
         typer.Option("--m", help="Number of taps, to be sure of it (default: as many as are selected, or 1)."),
     ] = None,
     draft: Annotated[
-        Path | None,
-        typer.Option(help="Draft directory (default: the work directory's, else the packaged one when it fits)."),
+        str | None,
+        typer.Option(
+            help="Draft directory or hub id (default: the work directory's, else the packaged one when it fits)."
+        ),
     ] = None,
     plain_only: Annotated[
         bool, typer.Option("--plain-only", help="The target alone: for distillation, and to run with --plain.")
@@ -64,7 +67,7 @@ def export(
 
     wanted_taps = _layers(layers)
     require_build_extra("exporting a model")
-    from elsi_edge.export.pipeline import ExportSettings, check_request, export_bundle
+    from elsi_edge.export.pipeline import ExportSettings, check_request
 
     _require_m(m, None)
     source = resolve(model)
@@ -73,7 +76,7 @@ def export(
     _require_m(m, source.shape.blocks)
     check_request(source, context)
     place = WorkDir.for_model(source.slug, work)
-    loaded = None if plain_only else _load_draft(source, draft, place)
+    loaded = None if plain_only else load_draft_for(source, draft, place)
     target = out or (place.plain_bundle(precision) if loaded is None else place.bundle(precision))
     _require_place(target, force=force)
     if not plain_only:
@@ -82,10 +85,19 @@ def export(
         common.note(f"taps: {selection.describe()}, from {origin}")
         common.note(f"draft: {loaded[0]}" if loaded else "there is no draft yet, so this bundle is plain-only")
     settings = ExportSettings(precision=precision, draft_precision=draft_precision, context=context, replace=force)
-    with spinner() as say:
-        manifest = export_bundle(source, target, settings, draft=None if loaded is None else loaded[1], say=say)
+    manifest = write_bundle(source, target, settings, None if loaded is None else loaded[1])
     _report(manifest, target, json=json)
     _say_next(manifest, model, target, place, work)
+
+
+def write_bundle(
+    source: "SourceModel", out: Path, settings: "ExportSettings", draft: "LoadedDraft | None"
+) -> "BundleManifest":
+    """Export, saying what goes on. Raises as `elsi_edge.export.pipeline.export_bundle` does."""
+    from elsi_edge.export.pipeline import export_bundle
+
+    with spinner() as say:
+        return export_bundle(source, out, settings, draft=draft, say=say)
 
 
 @contextlib.contextmanager
@@ -149,14 +161,15 @@ def _require_place(out: Path, *, force: bool) -> None:
         raise StorageError(f"{out} exists and is no bundle; --force replaces bundles alone, choose another --out")
 
 
-def _load_draft(source: "SourceModel", given: Path | None, place: "WorkDir") -> "tuple[Path, LoadedDraft] | None":
+def load_draft_for(source: "SourceModel", given: str | None, place: "WorkDir") -> "tuple[Path, LoadedDraft] | None":
     """The draft to export, checked: --draft, else the work directory's, else the packaged one when it fits."""
     from elsi_edge import builtin
     from elsi_edge.cli import common
+    from elsi_edge.cli.draft_layout import locate_own_draft
     from elsi_edge.draft.checkpoint import CONFIG, load_draft
     from elsi_edge.packaged import packaged_config, packaged_draft
 
-    path = given
+    path = None if given is None else locate_own_draft(given, source.reference)
     if path is None and (place.draft / CONFIG).is_file():
         path = place.draft
     if path is None and (config := packaged_config()) is not None:

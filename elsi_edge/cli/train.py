@@ -1,7 +1,9 @@
 """`elsi-edge train`: a draft from distilled shards."""
 
+from contextlib import nullcontext
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -9,8 +11,53 @@ from elsi_edge.cli.draft_support import flags, quoted, reporter, require_torch
 
 if TYPE_CHECKING:
     from elsi_edge.artifacts import DraftConfig
+    from elsi_edge.draft.processes import Processes
+    from elsi_edge.draft.settings import TrainSettings
+    from elsi_edge.models import SourceModel
 
 _MINUTES = 60.0  # when neither --minutes nor --steps is given
+_STRUCTURE = "Structure"
+_LEARNING = "Learning"
+
+
+class Vocab(StrEnum):
+    """What ranks the draft's vocabulary."""
+
+    tokens = "tokens"
+    argmax = "argmax"
+    mass = "mass"
+
+
+class Head(StrEnum):
+    """Whether the head is trained."""
+
+    own = "own"
+    tied = "tied"
+
+
+class Optimiser(StrEnum):
+    """What updates the matrices."""
+
+    adamw = "adamw"
+    muon = "muon"
+
+
+class Schedule(StrEnum):
+    """How the learning rate goes over the budget."""
+
+    cosine = "cosine"
+    wsd = "wsd"
+
+
+class Arithmetic(StrEnum):
+    """What the matrices are multiplied in."""
+
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+def _structure(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel=_STRUCTURE, min=0)
 
 
 def train(
@@ -21,58 +68,167 @@ def train(
         float | None, typer.Option(min=0.01, help="Budget in minutes, over all sittings (default: 60).")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Budget in optimiser steps.")] = None,
-    draft_vocab: Annotated[int, typer.Option(min=1, help="Tokens that the draft can say.")] = 8192,
-    unroll: Annotated[int, typer.Option(min=1, max=8, help="Steps trained on the draft's own states.")] = 3,
-    lr: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.")] = 1e-3,
-    taps: Annotated[str, typer.Option(help="'auto': all that the shards hold; or some of them, like 27.")] = "auto",
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per optimiser step.")] = 2048,
+    patience: Annotated[
+        int, typer.Option(min=0, help="Stop after so many evaluations without a better agreement; 0 never.")
+    ] = 0,
+    taps: Annotated[
+        str,
+        typer.Option(
+            help="'auto': the selection that the shards were made for; or some of the recorded taps, like 27 or "
+            "2,15,27; 'final-norm' for the state after the final norm.",
+            rich_help_panel=_STRUCTURE,
+        ),
+    ] = "auto",
+    depth: Annotated[int, typer.Option(min=1, max=2, help="Blocks.", rich_help_panel=_STRUCTURE)] = 1,
+    width: Annotated[int, _structure("Width of the draft's states; 0 as the target.")] = 0,
+    heads: Annotated[int, _structure("Query heads; 0 as the target.")] = 0,
+    kv_heads: Annotated[int, _structure("Key and value heads; 0 as the target.")] = 0,
+    head_width: Annotated[int, _structure("Width of a head; 0 as the target.")] = 0,
+    mlp_width: Annotated[int, _structure("Inner width of the MLP; 0 as the target.")] = 0,
+    vocab_size: Annotated[
+        int,
+        typer.Option(
+            "--vocab-size", "--draft-vocab", min=1, help="Tokens that the draft can say.", rich_help_panel=_STRUCTURE
+        ),
+    ] = 8192,
+    vocab_by: Annotated[
+        Vocab,
+        typer.Option(
+            help="Which tokens: the most frequent in the answers, the most often likeliest, or those of most "
+            "probability.",
+            rich_help_panel=_STRUCTURE,
+        ),
+    ] = Vocab.tokens,
+    head: Annotated[
+        Head, typer.Option(help="A head of its own, or the target's rows as they are.", rich_help_panel=_STRUCTURE)
+    ] = Head.own,
+    init: Annotated[
+        Path | None, typer.Option(help="A draft directory to start from.", rich_help_panel=_LEARNING)
+    ] = None,
+    warm_start: Annotated[
+        bool, typer.Option(help="Start from the target's last blocks, or at random.", rich_help_panel=_LEARNING)
+    ] = True,
+    unroll: Annotated[
+        int, typer.Option(min=1, max=8, help="Steps trained on the draft's own states.", rich_help_panel=_LEARNING)
+    ] = 3,
+    unroll_start: Annotated[
+        int,
+        typer.Option(
+            min=0, max=8, help="Steps in the first part of the budget; 0 as --unroll.", rich_help_panel=_LEARNING
+        ),
+    ] = 0,
+    step_weights: Annotated[
+        str,
+        typer.Option(
+            help="Weight of each step in the loss, like 1,0.8,0.6 (default: 0.8 to the power of the step).",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = "",
+    optimiser: Annotated[
+        Optimiser, typer.Option(help="Muon is for the blocks' matrices.", rich_help_panel=_LEARNING)
+    ] = Optimiser.adamw,
+    lr: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.", rich_help_panel=_LEARNING)] = 1e-3,
+    schedule: Annotated[
+        Schedule,
+        typer.Option(help="Cosine, or constant with a fall in the last fifth (WSD).", rich_help_panel=_LEARNING),
+    ] = Schedule.cosine,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens per optimiser step, over all processes.", rich_help_panel=_LEARNING)
+    ] = 2048,
+    accumulate: Annotated[
+        int,
+        typer.Option(min=1, help="Pieces that a step is computed in, to save memory.", rich_help_panel=_LEARNING),
+    ] = 1,
+    ema: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Moving average of the weights.", rich_help_panel=_LEARNING)
+    ] = 0.999,
+    max_length: Annotated[
+        int, typer.Option(min=3, help="Tokens per conversation; longer ones are cut.", rich_help_panel=_LEARNING)
+    ] = 2048,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the data order and of what starts at random.")] = 0,
+    arithmetic: Annotated[Arithmetic, typer.Option(help="What matrices are multiplied in.")] = Arithmetic.bf16,
+    device: Annotated[str, typer.Option(help="'auto': a GPU where there is one; or cpu, cuda, cuda:1.")] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="Threads; 0 lets torch choose.")] = 0,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations on held-out rows.")] = 100,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing the run in --out.")] = False,
     work: Annotated[Path | None, typer.Option(help="Work directory (default: $ELSI_EDGE_WORK or elsi-work).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
-    """Train a draft. Interrupt it at any time: it saves, and the same command continues."""
+    """Train a draft. Interrupt it at any time: it saves, and the same command continues.
+
+    Under `accelerate launch --multi_gpu --num_processes N -m elsi_edge train ...` several processes share every batch.
+    """
     from elsi_edge.cli import common
     from elsi_edge.draft.settings import TrainSettings
     from elsi_edge.models import resolve
     from elsi_edge.workdir import WorkDir
 
     require_torch("training a draft")
-    from elsi_edge.draft.train import train as run
+    from elsi_edge.draft.processes import processes
 
     settings = TrainSettings(
         minutes=_MINUTES if minutes is None and steps is None else minutes,
-        steps=steps,
-        draft_vocab=draft_vocab,
-        unroll=unroll,
-        lr=lr,
-        taps=_taps(taps),
-        batch_tokens=batch_tokens,
-        seed=seed,
-        threads=threads,
-    )
+        steps=steps, patience=patience, taps=_taps(taps), depth=depth, width=width, heads=heads, kv_heads=kv_heads,
+        head_width=head_width, mlp_width=mlp_width, draft_vocab=vocab_size, vocab_by=vocab_by.value, head=head.value,
+        warm_start=warm_start, unroll=unroll, unroll_start=unroll_start, step_weights=_weights(step_weights),
+        optimiser=optimiser.value, lr=lr, schedule=schedule.value, batch_tokens=batch_tokens, accumulate=accumulate,
+        ema=ema, max_length=max_length, seed=seed, arithmetic=arithmetic.value, device=device, threads=threads,
+        evaluate_every=evaluate_every,
+    )  # fmt: skip
     source = resolve(model)
     place = WorkDir.for_model(source.slug, work)
     target = out or place.draft
-    with common.progress("train", 1.0, "of the budget") as bar:
-        config = run(
-            shards or place.shards, source.directory, target, settings,
-            reporter=reporter(bar), target_fingerprint=source.fingerprint, fresh=fresh,
+    group = processes()
+    config = train_draft(source, shards or place.shards, target, settings, group=group, fresh=fresh, init=init)
+    if group.rank == 0:
+        _report(config, target, json=json)
+        common.next_command(f"elsi-edge export {quoted(model)}{flags(draft=out, work=work)}")
+
+
+def train_draft(
+    source: "SourceModel",
+    shards: Path,
+    out: Path,
+    settings: "TrainSettings",
+    *,
+    group: "Processes",
+    fresh: bool = False,
+    init: Path | None = None,
+) -> "DraftConfig":
+    """Train with a progress bar; continues what `out` holds. Raises as `elsi_edge.draft.train.train` does."""
+    from elsi_edge.cli import common
+    from elsi_edge.draft.train import train as run
+
+    with common.progress("train", 1.0, "of the budget") if group.rank == 0 else nullcontext() as bar:
+        return run(
+            shards, source.directory, out, settings, reporter=reporter(bar) if bar else None,
+            target_fingerprint=source.fingerprint, fresh=fresh, init=init, group=group,
         )  # fmt: skip
-    _report(config, target, json=json)
-    common.next_command(f"elsi-edge export {quoted(model)}{flags(draft=out, work=work)}")
 
 
 def _taps(text: str) -> tuple[int, ...]:
+    from elsi_edge.artifacts import FINAL_NORM
     from elsi_edge.errors import UsageError
 
     if text == "auto":
         return ()
+    if text == "final-norm":
+        return (FINAL_NORM,)
     try:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError as error:
-        raise UsageError(f"--taps {text!r} is neither 'auto' nor a list of numbers such as 2,15,27") from error
+        raise UsageError(
+            f"--taps {text!r} is neither 'auto', 'final-norm' nor a list of numbers such as 2,15,27"
+        ) from error
+
+
+def _weights(text: str) -> tuple[float, ...]:
+    from elsi_edge.errors import UsageError
+
+    try:
+        return tuple(float(part) for part in text.split(",")) if text else ()
+    except ValueError as error:
+        raise UsageError(f"--step-weights {text!r} is not a list of numbers such as 1,0.8,0.6") from error
 
 
 def _report(config: "DraftConfig", path: Path, *, json: bool) -> None:
@@ -86,6 +242,7 @@ def _report(config: "DraftConfig", path: Path, *, json: bool) -> None:
                 "path": str(path),
                 "taps": config.selection.taps,
                 "bytes": size,
+                "size": config.training["size"],
                 "vocab_coverage": config.vocab_coverage,
                 **evaluation,
                 "settings": config.training["settings"],
@@ -93,10 +250,15 @@ def _report(config: "DraftConfig", path: Path, *, json: bool) -> None:
         )
         return
     agreement = ", ".join(f"{value:.3f}" for value in evaluation["agreement"])
+    slim = config.training["size"]
+    taus = "; ".join(f"{name.replace('-', ' of ')} {value:.3f}" for name, value in evaluation["tau"].items())
+    replayed = f"by replay of {evaluation['replayed']} greedy answers: {taus}\n" if taus else ""
     common.out.print(
         f"draft of {common.size_text(size)} in {path}, sees {config.selection.describe()}\n"
+        f"{slim['parameters']:,} weights, {common.size_text(slim['int4_bytes'])} at int4, of which the projection is "
+        f"{common.size_text(slim['int4_bytes_projection'])}\n"
         f"agrees with the target at steps 1 to {len(evaluation['agreement'])}: {agreement}; "
-        f"tokens per verification with a chain of 4: {evaluation['tau_chain4']:.3f}\n"
+        f"tokens per verification with a chain of 4: {evaluation['tau_chain4']:.3f}\n{replayed}"
         f"its vocabulary covers {config.vocab_coverage:.1%} of the target's answers",
         soft_wrap=True,
     )

@@ -80,7 +80,12 @@ class AnswerLog:
         """Append one answer, once. Raises StorageError."""
         if answer.key in self.known:
             return
-        value: dict[str, Any] = {"id": answer.id, "temperature": answer.temperature, "seed": seed, "finish": answer.finish}
+        value: dict[str, Any] = {
+            "id": answer.id,
+            "temperature": answer.temperature,
+            "seed": seed,
+            "finish": answer.finish,
+        }
         if answer.decoder:
             value["decoder"] = answer.decoder
         value["answer_ids"] = list(answer.answer_ids)

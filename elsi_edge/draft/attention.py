@@ -22,13 +22,15 @@ class Spans:
 
     base_bounds: tuple[int, ...]  # conversation c owns bases base_bounds[c] : base_bounds[c + 1]
     entry_bounds: tuple[int, ...]  # and entries entry_bounds[c] : entry_bounds[c + 1]
-    masks: tuple[Tensor, ...]  # per conversation additive float32 [n, p]: 0 where key position <= base, else -inf
+    masks: tuple[
+        Tensor, ...
+    ]  # per conversation that has bases, float32 [n, p]: 0 where key position <= base, else -inf
 
     def each(self) -> list[tuple[slice, slice, Tensor]]:
-        """Slice of bases, slice of entries and mask of every conversation."""
-        bases = [slice(first, last) for first, last in pairwise(self.base_bounds)]
-        entries = [slice(first, last) for first, last in pairwise(self.entry_bounds)]
-        return list(zip(bases, entries, self.masks, strict=True))
+        """Slice of bases, slice of entries and mask of every conversation that has bases."""
+        bounds = zip(pairwise(self.base_bounds), pairwise(self.entry_bounds), strict=True)
+        slices = [(slice(*bases), slice(*entries)) for bases, entries in bounds if bases[0] < bases[1]]
+        return [(bases, entries, mask) for (bases, entries), mask in zip(slices, self.masks, strict=True)]
 
 
 def make_spans(positions: Tensor, bases: Tensor, base_bounds: tuple[int, ...], entry_bounds: tuple[int, ...]) -> Spans:
@@ -36,6 +38,8 @@ def make_spans(positions: Tensor, bases: Tensor, base_bounds: tuple[int, ...], e
     base_positions = positions[bases]
     masks = []
     for (first, last), (start, stop) in zip(pairwise(base_bounds), pairwise(entry_bounds), strict=True):
+        if first == last:
+            continue
         hidden = positions[None, start:stop] > base_positions[first:last, None]
         masks.append(torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf))
     return Spans(base_bounds=base_bounds, entry_bounds=entry_bounds, masks=tuple(masks))
@@ -78,6 +82,8 @@ class _UnrolledAttention(torch.autograd.Function):
         scale = query.shape[-1] ** -0.5
         with torch.autocast(query.device.type, enabled=False):
             grads = [torch.empty_like(tensor) for tensor in (query, keys, values, *own)]
+            if len(spans.masks) + 1 < len(spans.entry_bounds):  # nothing is written for a conversation without bases
+                grads[1:3] = [torch.zeros_like(keys), torch.zeros_like(values)]
             to_query, to_keys, to_values, *to_own = grads
             dot = (upstream[0].float() * result.float()).sum(-1, keepdim=True)  # shape: [N, heads, 1], sum of dA * A
             for (bases, entries, mask), weights in zip(spans.each(), saved, strict=True):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elsi_edge.artifacts import DraftConfig
+from elsi_edge.draft.shapes import measure_size
 
 
 def render_card(config: DraftConfig, weight_bytes: int) -> str:
@@ -11,7 +12,8 @@ def render_card(config: DraftConfig, weight_bytes: int) -> str:
     training = config.training
     sections = [
         f"# Draft for {config.selection.model or 'a target'}\n",
-        "An EAGLE-3-style draft (arXiv 2503.01840) for speculative decoding with elsi-edge: one block, "
+        "An EAGLE-3-style draft (arXiv 2503.01840) for speculative decoding with elsi-edge: "
+        f"{'one block' if config.depth == 1 else 'two blocks'}, "
         f"a projection from {config.m} tap{'s' if config.m > 1 else ''}, a vocabulary of {config.draft_vocab_size:,} "
         f"of the target's {config.target_vocab_size:,} tokens. It changes how fast the target answers, never what.\n",
         _table("Structure", _structure(config, weight_bytes)),
@@ -23,13 +25,20 @@ def render_card(config: DraftConfig, weight_bytes: int) -> str:
 
 
 def _structure(config: DraftConfig, weight_bytes: int) -> dict[str, Any]:
+    size = measure_size(config)
     return {
         "sees": config.selection.describe(),
         "chosen by": config.selection.method,
+        "blocks": config.depth,
         "width": config.width,
         "heads / kv heads / head width": f"{config.heads} / {config.kv_heads} / {config.head_width}",
         "MLP width": config.mlp_width,
-        "weights, float16": f"{weight_bytes / 1e6:.1f} MB",
+        "head": "its own" if config.head == "own" else "the target's rows",
+        "weights": f"{size['parameters']:,}; projection {size['parameters_projection']:,}, "
+        f"head {size['parameters_head']:,}",
+        "bytes at int4": f"{size['int4_bytes'] / 1e6:.2f} MB; projection {size['int4_bytes_projection'] / 1e6:.2f} MB, "
+        f"head {size['int4_bytes_head'] / 1e6:.2f} MB",
+        "file, float16": f"{weight_bytes / 1e6:.1f} MB",
         "target fingerprint": f"`{config.target_fingerprint[:16]}`",
         "tokenizer / template": f"`{config.tokenizer_sha256[:16]}` / `{config.template_sha256[:16]}`",
     }
@@ -51,9 +60,12 @@ def _acceptance_section(training: Mapping[str, Any], coverage: float) -> str:
         rows[f"agreement with the target's argmax, step {step}"] = f"{value:.3f}"
     if "tau_chain4" in evaluation:
         rows["tokens per verification, chain of 4, bonus included"] = f"{evaluation['tau_chain4']:.3f}"
+    for name, value in _mapping(evaluation, "tau").items():
+        rows[f"tokens per verification by replay, {name.replace('-', ' of ')}"] = f"{value:.3f}"
     note = (
         "\nMeasured on held-out rows at every answer position, teacher-forced; a position whose best token the draft "
-        "cannot say counts as a miss.\n"
+        "cannot say counts as a miss. "
+        "Replay: what greedy decoding would have accepted on the recorded greedy answers, the bonus token included.\n"
     )
     return _table("Acceptance", rows) + note
 

@@ -14,6 +14,7 @@ from safetensors.numpy import load, save
 
 from elsi_edge.artifacts import DraftConfig
 from elsi_edge.draft.card import render_card
+from elsi_edge.draft.shapes import tensor_shapes as tensor_shapes
 from elsi_edge.draft.vocab import ids_sha256
 from elsi_edge.errors import DraftError, ElsiError
 from elsi_edge.fsio import storage_errors, write_bytes, write_json, write_text
@@ -32,24 +33,6 @@ class LoadedDraft:
     config: DraftConfig
     tensors: dict[str, NDArray[np.float32]]  # by the names of `tensor_shapes`; values are exactly the stored float16
     draft_to_target_ids: NDArray[np.int64]  # [U], ascending, absolute target ids
-
-
-def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every weight a draft stores, `draft_to_target_ids` aside. Matrices are [out, in]."""
-    width, queries, pairs = config.width, config.heads * config.head_width, config.kv_heads * config.head_width
-    return {
-        "projection.weight": (width, config.m * width),
-        "embed_norm.weight": (width,),
-        "state_norm.weight": (width,),
-        "qkv.weight": (queries + 2 * pairs, 2 * width),
-        "o.weight": (width, queries),
-        "mlp_norm.weight": (width,),
-        "gate.weight": (config.mlp_width, width),
-        "up.weight": (config.mlp_width, width),
-        "down.weight": (width, config.mlp_width),
-        "final_norm.weight": (width,),
-        "head.weight": (config.draft_vocab_size, width),
-    }
 
 
 def save_draft(

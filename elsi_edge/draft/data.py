@@ -151,22 +151,17 @@ def _select(manifest: ShardManifest, taps: tuple[int, ...], directory: Path) -> 
     if recorded.state == "final-norm" and taps == recorded.taps:  # how such a selection names its own tap
         return recorded
     absent = [tap for tap in taps if tap not in manifest.read_taps]
-    if absent or (FINAL_NORM in taps and len(taps) > 1):
-        held = recorded.describe() + (" and the state after the final norm" if manifest.final_norm else "")
+    if absent:
+        wanted = "the state after the final norm" if absent[0] == FINAL_NORM else f"tap {absent[0]}"
         raise SelectionError(
-            f"{directory} holds {held}, not {_describe(absent)}; train on those, or distill again with --taps"
-            if absent
-            else "the state after the final norm is trained on alone, not beside taps"
+            f"{directory} holds {manifest.describe_states()}, not {wanted}; "
+            "train on those, or distill again with --taps"
         )
+    if FINAL_NORM in taps and len(taps) > 1:
+        raise SelectionError("the state after the final norm is trained on alone; leave out the other taps")
     if taps == (FINAL_NORM,):
-        return replace(
-            recorded, taps=(recorded.blocks,), state="final-norm", method="explicit", joint_entropy=None
-        )
+        return replace(recorded, taps=(recorded.blocks,), state="final-norm", method="explicit", joint_entropy=None)
     return replace(recorded, taps=taps, method="explicit", joint_entropy=None)
-
-
-def _describe(taps: Sequence[int]) -> str:
-    return "the state after the final norm" if taps[0] == FINAL_NORM else f"tap {taps[0]}"
 
 
 def epoch_batches(rows: Sequence[Row], *, budget: int, seed: int, epoch: int) -> list[list[Row]]:

@@ -1,56 +1,48 @@
 """Distillation: prompts to answers of the target, answers to shards of its states and next-token distributions."""
 
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
-import torch
+import psutil
 
-from elsi_edge.artifacts import LayerSelection, PromptRow, TargetRunner, TargetStates
-from elsi_edge.draft.answers import Answer, AnswerLog, row_key
+from elsi_edge.artifacts import (
+    AnswerRequest,
+    BatchTargetRunner,
+    LayerSelection,
+    PromptRow,
+    TargetRecord,
+    TargetRunner,
+)
+from elsi_edge.draft.answers import Answer, AnswerLog
+from elsi_edge.draft.collect import Collector
+from elsi_edge.draft.jobs import ChatEncoder, Job, encode_named, make_jobs
 from elsi_edge.draft.report import Reporter, Silent
 from elsi_edge.draft.settings import DistillSettings
-from elsi_edge.draft.shards import ANSWERS, MANIFEST, DistilledRow, ShardManifest, remove_unlisted, write_shard
-from elsi_edge.errors import DataError, SelectionError
+from elsi_edge.draft.shards import ANSWERS, MANIFEST, DistilledRow, ShardManifest, remove_unlisted
+from elsi_edge.draft.workers import as_batch_runner, outcomes
+from elsi_edge.errors import DataError, SelectionError, UsageError
 from elsi_edge.fsio import require_free, storage_errors
 from elsi_edge.loops import loop_start
 from elsi_edge.prompts import prompts_sha256
 
-
-class ChatEncoder(Protocol):
-    """The part of `TextCodec` that distillation uses."""
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
-
-    def encode_raw(self, text: str) -> list[int]: ...
-
-    @property
-    def has_template(self) -> bool: ...
-
-    @property
-    def eos_ids(self) -> frozenset[int]: ...
-
-    @property
-    def template_sha256(self) -> str: ...
-
-    @property
-    def tokenizer_sha256(self) -> str: ...
+# Settings that older manifests do not name, and what they were.
+_UNTOLD: Mapping[str, Any] = {"keep_answers": False, "final_norm": False}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
-    """One row to make."""
+class _Made:
+    """What became of a job."""
 
-    prompt: PromptRow
-    temperature: float
-    given: Answer | None
-
-    @property
-    def key(self) -> str:
-        return row_key(self.prompt.id, self.temperature)
+    key: str
+    row: DistilledRow | None = None
+    dropped: str = ""  # why there is no row
+    cut: int | None = None  # tokens cut where a loop starts
 
 
 def distill(
@@ -67,175 +59,150 @@ def distill(
 ) -> ShardManifest:
     """Answer prompts (first turns), record states and distributions, write shards to `out`; continues what is there.
 
-    With `answers` nothing is generated: they are joined to `rows` by id. The ids of every answer stay in
-    `answers.jsonl`. A row that loops is cut or left out (see `loops`), one that is too long or has no answer is left
-    out; all are counted.
-    Raises DataError (`out` holds shards of something else; no answer has a prompt), SelectionError, StorageError.
+    With `answers` nothing is generated: they are joined to `rows` by id; with `settings.keep_answers` the prompts' own
+    are taken. The ids of every answer stay in `answers.jsonl`. A row that loops is cut or left out (see `loops`), one
+    that is too long or has no answer is left out; all are counted. It stops before `out` is larger than
+    `settings.max_bytes`, and says so. A runner that answers in batches is called from its number of workers.
+    Raises DataError (`out` holds shards of something else; no answer has a prompt), SelectionError, StorageError,
+    UsageError when there is too little memory.
     """
     if selection.blocks != runner.shape.blocks or selection.width not in (0, runner.shape.width):
         raise SelectionError(
             f"the selection is for {selection.blocks} blocks of width {selection.width}, the target has "
             f"{runner.shape.blocks} of width {runner.shape.width}; calibrate this target"
         )
-    jobs = _jobs(rows, settings, answers)
-    manifest = _open(runner, codec, rows, selection, settings, out, model)
+    many, say = as_batch_runner(runner), reporter or Silent()
+    jobs = make_jobs(rows, codec, settings, answers)
+    manifest = open_shards(many, codec, rows, selection, settings, out, model)
     done = {key for shard in manifest.shards for key in shard.rows} | set(manifest.dropped)
     left = [job for job in jobs if job.key not in done]
-    require_free(out, _bytes_needed(left, selection.m, runner.shape.width, settings), "distillation")
+    needed = _bytes_needed(left, len(manifest.read_taps), runner.shape.width, settings)
+    require_free(out, min(needed, settings.max_bytes or needed), "distillation")
     with storage_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    worker = _Worker(runner, codec, settings, out, manifest, reporter or Silent())
-    worker.reporter.advance(len(jobs) - len(left))
+    say.advance(len(jobs) - len(left))
+    worker = _Worker(many, codec, settings, out, manifest, left)
+    collector = Collector(out, manifest, settings)
     try:
-        for job in left:
-            worker.take(job)
-            worker.reporter.advance(1)
+        with contextlib.closing(worker.run()) as made:
+            for each in made:
+                if not collector.take(each.key, each.row, each.dropped, each.cut):
+                    say.note(collector.stopped)
+                    break
+                say.advance(1)
     finally:  # an interrupt or a bad row loses nothing that is whole
-        worker.close()
-    return worker.manifest
+        collector.close()
+    return collector.manifest
 
 
 class _Worker:
-    """Makes rows, collects them, and closes a shard when it is full."""
+    """Makes rows, on as many threads as the runner has workers."""
 
     def __init__(
         self,
-        runner: TargetRunner,
+        runner: BatchTargetRunner,
         codec: ChatEncoder,
         settings: DistillSettings,
         out: Path,
         manifest: ShardManifest,
-        reporter: Reporter,
+        jobs: Sequence[Job],
     ) -> None:
         self.runner, self.codec, self.settings, self.out = runner, codec, settings, out
-        self.manifest, self.reporter = manifest, reporter
+        self.manifest, self.jobs = manifest, jobs
         self.log = AnswerLog(out / ANSWERS)
-        self.rows: list[DistilledRow] = []
-        self.dropped: dict[str, str] = {}
-        self.counts = dict(manifest.counts)
+        self.prompts = [encode_named(codec, job.prompt) for job in jobs]
+        self._writing = threading.Lock()
 
-    def take(self, job: _Job) -> None:
-        """Make one row, or note why it is left out."""
-        prompt_ids = encode_prompt(self.codec, job.prompt)
-        room = min(self.settings.max_length, self.runner.shape.context) - len(prompt_ids)
-        if room < 2:
-            self._drop(job, "prompt too long")
-            return
-        answer_ids = list(self._answer(job, prompt_ids, room))
-        start = loop_start(answer_ids)
-        if start == 0:
-            self._drop(job, "loops from its start")
-            return
-        if start is not None:
-            self._count("rows cut where a loop starts", 1)
-            self._count("tokens cut", len(answer_ids) - start)
-            answer_ids = answer_ids[:start]
-        answer_ids = answer_ids[:room]
-        if len(prompt_ids) + len(answer_ids) < 3 or not answer_ids:
-            self._drop(job, "no answer")
-            return
-        self.rows.append(self._record(job.key, prompt_ids, answer_ids))
-        if sum(len(row.token_ids) for row in self.rows) >= self.settings.shard_tokens:
-            self.close()
-
-    def close(self) -> None:
-        """Write what was collected as a shard and list it, with the rows left out so far."""
-        if not (self.rows or self.dropped or any(self.out.iterdir())):
-            self.out.rmdir()  # nothing came of it: a first row that failed leaves no trace
-            return
-        entries = list(self.manifest.shards)
-        if self.rows:
-            file = f"shard-{len(entries):05d}.safetensors"
-            entries.append(write_shard(self.out, file, self.rows, self.manifest.selection.taps))
-        dropped = {**self.manifest.dropped, **self.dropped}
-        self.manifest = replace(self.manifest, shards=tuple(entries), dropped=dropped, counts=dict(self.counts))
-        self.manifest.save(self.out)
-        self.rows, self.dropped = [], {}
-
-    def _answer(self, job: _Job, prompt_ids: list[int], room: int) -> tuple[int, ...]:
-        seed = _row_seed(self.settings.seed, job.key)
-        answer = self.log.known.get(job.key, job.given)
-        if answer is None:
-            ids = self.runner.answer(
-                prompt_ids,
+    def run(self) -> Generator[_Made, None, None]:
+        """What becomes of the jobs."""
+        known, requests = [], {}
+        longest = 0
+        for index, (job, prompt_ids) in enumerate(zip(self.jobs, self.prompts, strict=True)):
+            room = self._room(prompt_ids)
+            if room < 2 or job.given is not None or job.key in self.log.known:
+                known.append(index)
+                longest = max(longest, min(len(prompt_ids), self.settings.max_length))
+                continue
+            requests[index] = AnswerRequest(
+                key=job.key,
+                prompt_ids=tuple(prompt_ids),
                 max_tokens=min(self.settings.max_tokens, room),
                 temperature=job.temperature,
                 top_k=self.settings.top_k if job.temperature > 0 else 0,
-                seed=seed,
+                seed=_row_seed(self.settings.seed, job.key),
             )
-            finish = "stop" if ids and ids[-1] in self.codec.eos_ids else "length"
-            answer = Answer(
-                id=job.prompt.id, temperature=job.temperature, finish=finish, answer_ids=tuple(map(int, ids))
-            )
+            longest = max(longest, len(prompt_ids) + requests[index].max_tokens)
+        batch = min(self.settings.batch, max(len(requests), 1))
+        require_memory(self.runner.memory_needed(batch=batch, tokens=longest), batch, longest)
+        return outcomes(self.runner, self, known, requests, batch=self.settings.batch)
+
+    def answered(self, index: int, answer_ids: list[int]) -> _Made:
+        """Keep an answer that the target gave, and record it."""
+        job = self.jobs[index]
+        answer = Answer(
+            id=job.prompt.id,
+            temperature=job.temperature,
+            finish="stop" if answer_ids and answer_ids[-1] in self.codec.eos_ids else "length",
+            answer_ids=tuple(answer_ids),
+            decoder="exact" if self.settings.batch == 1 else "batch",
+        )
+        return self._row(index, answer)
+
+    def known(self, index: int) -> _Made:
+        """Record an answer that is there already."""
+        job = self.jobs[index]
+        answer = self.log.known.get(job.key, job.given)
+        if answer is None or self._room(self.prompts[index]) < 2:
+            return _Made(key=job.key, dropped="prompt too long")
+        return self._row(index, answer)
+
+    def _room(self, prompt_ids: list[int]) -> int:
+        return min(self.settings.max_length, self.runner.shape.context) - len(prompt_ids)
+
+    def _row(self, index: int, answer: Answer) -> _Made:
+        job, prompt_ids = self.jobs[index], self.prompts[index]
+        self._keep(job, answer)
+        answer_ids = list(answer.answer_ids)
+        start = loop_start(answer_ids)
+        if start == 0:
+            return _Made(key=job.key, dropped="loops from its start")
+        cut = None if start is None else len(answer_ids) - start
+        answer_ids = answer_ids[:start][: self._room(prompt_ids)]
+        if len(prompt_ids) + len(answer_ids) < 3 or not answer_ids:
+            return _Made(key=job.key, dropped="no answer", cut=cut)
+        return _Made(key=job.key, row=self._record(job.key, prompt_ids, answer_ids), cut=cut)
+
+    def _keep(self, job: Job, answer: Answer) -> None:
+        """Append an answer to the log, which the manifest says whose it is, before it takes longer work."""
         wrong = [token for token in answer.answer_ids if token >= self.runner.shape.vocab_size]
         if wrong:
             raise DataError(
                 f"the answer to {job.prompt.id!r} has the token id {wrong[0]}, the target's vocabulary is "
                 f"{self.runner.shape.vocab_size}; these answers are another model's"
             )
-        if not (self.out / MANIFEST).is_file():
-            self.manifest.save(self.out)  # says whose answers these are, should the process be killed
-        self.log.add(answer, seed)
-        return answer.answer_ids
+        with self._writing:
+            if not (self.out / MANIFEST).is_file():
+                self.manifest.save(self.out)
+            self.log.add(answer, _row_seed(self.settings.seed, job.key))
 
     def _record(self, key: str, prompt_ids: list[int], answer_ids: list[int]) -> DistilledRow:
-        token_ids = np.array(prompt_ids + answer_ids, dtype=np.int32)
-        mask = np.arange(len(token_ids)) >= len(prompt_ids)
-        taps = self.manifest.selection.taps
-        result = self.runner.states(token_ids.tolist(), taps)
-        _check_states(result, key, (len(taps), len(token_ids), self.runner.shape.width), self.runner.shape.vocab_size)
-        # The row of logits before an answer token is what predicts it. shape: [A, V]
-        logits = torch.from_numpy(np.ascontiguousarray(result.logits[len(prompt_ids) - 1 : -1]))
-        top, ids = torch.topk(logits, min(self.settings.keep_top, logits.shape[1]), dim=-1)
-        log_sum_exp = torch.logsumexp(logits, dim=-1)
+        token_ids = prompt_ids + answer_ids
+        taps, shape = self.manifest.read_taps, self.runner.shape
+        record = self.runner.record(token_ids, taps, prompt_tokens=len(prompt_ids), keep_top=self.settings.keep_top)
+        _check_record(record, key, (len(taps), len(token_ids), shape.width), len(answer_ids))
         return DistilledRow(
             key=key,
-            token_ids=token_ids,
-            answer_mask=mask,
-            states=result.states,
-            top_ids=ids.to(torch.int32).numpy(),
-            top_log_probs=(top - log_sum_exp[:, None]).numpy(),
-            log_sum_exp=log_sum_exp.numpy(),
+            token_ids=np.array(token_ids, dtype=np.int32),
+            answer_mask=np.arange(len(token_ids)) >= len(prompt_ids),
+            states=record.states,
+            top_ids=record.top_ids,
+            top_log_probs=record.top_logits - record.log_sum_exp[:, None],
+            log_sum_exp=record.log_sum_exp,
         )
 
-    def _drop(self, job: _Job, reason: str) -> None:
-        self.dropped[job.key] = reason
-        self._count(f"rows left out: {reason}", 1)
 
-    def _count(self, name: str, amount: int) -> None:
-        self.counts[name] = self.counts.get(name, 0) + amount
-
-
-def encode_prompt(codec: ChatEncoder, prompt: PromptRow) -> list[int]:
-    """Token ids of a prompt's first turn, through the chat template where the target has one."""
-    turn = prompt.turns[0]
-    return codec.encode_chat([{"role": "user", "content": turn}]) if codec.has_template else codec.encode_raw(turn)
-
-
-def _jobs(rows: Sequence[PromptRow], settings: DistillSettings, answers: Sequence[Answer] | None) -> list[_Job]:
-    if answers is None:
-        temperatures = settings.temperatures
-        jobs = [
-            _Job(prompt=row, temperature=temperatures[index % len(temperatures)], given=None)
-            for index, row in enumerate(rows)
-        ]
-        return jobs[: settings.count]
-    prompts = {row.id: row for row in rows}
-    jobs = [
-        _Job(prompt=prompts[answer.id], temperature=answer.temperature, given=answer)
-        for answer in answers
-        if answer.id in prompts
-    ]
-    if not jobs:
-        raise DataError(
-            f"none of the {len(answers)} answers belongs to one of the {len(rows)} prompts "
-            f"(first answer id {answers[0].id!r}); give the prompts that were answered with --prompts"
-        )
-    return jobs[: settings.count]
-
-
-def _open(
-    runner: TargetRunner,
+def open_shards(
+    runner: BatchTargetRunner,
     codec: ChatEncoder,
     rows: Sequence[PromptRow],
     selection: LayerSelection,
@@ -254,7 +221,8 @@ def _open(
         template_sha256=codec.template_sha256,
         prompts_sha256=prompts_sha256(rows),
         required_ids=tuple(sorted(codec.eos_ids | set(wrapper))),
-        settings=settings.identity(),
+        settings=settings.identity() | ({"arithmetic": runner.arithmetic} if runner.arithmetic else {}),
+        final_norm=settings.final_norm and selection.state != "final-norm",
     )
     if not (out / MANIFEST).is_file():
         if (out / ANSWERS).exists():
@@ -274,27 +242,38 @@ def _open(
             "choose another --out"
         )
     for name, value in fresh.settings.items():
-        if found.settings.get(name) != value:
+        before = found.settings.get(name, _UNTOLD.get(name, value))
+        if before != value:
             raise DataError(
-                f"{out} holds shards made with {name} = {found.settings.get(name)}, this run has {value}; "
+                f"{out} holds shards made with {name} = {before}, this run has {value}; "
                 "use the same, or choose another --out"
             )
     remove_unlisted(out, found)
     return found
 
 
-def _check_states(result: TargetStates, key: str, expected: tuple[int, int, int], vocab_size: int) -> None:
-    logits = (expected[1], vocab_size)
-    if result.states.shape != expected or result.logits.shape != logits:
+def _check_record(record: TargetRecord, key: str, states: tuple[int, int, int], answers: int) -> None:
+    if record.states.shape != states or len(record.log_sum_exp) != answers:
         raise DataError(
-            f"row {key!r}: the target gave states {list(result.states.shape)} and logits {list(result.logits.shape)}, "
-            f"expected {list(expected)} and {list(logits)}"
+            f"row {key!r}: the target gave states {list(record.states.shape)} and {len(record.log_sum_exp)} "
+            f"distributions, expected {list(states)} and {answers}"
         )
-    if not np.isfinite(result.logits).all() or not np.isfinite(result.states).all():
+    # A logit that is not a number, or infinite, makes its row's log-sum-exp so.
+    if not np.isfinite(record.log_sum_exp).all() or not np.isfinite(record.states).all():
         raise DataError(f"row {key!r}: the target's states or logits are not finite; leave that row out")
 
 
-def _bytes_needed(jobs: Sequence[_Job], m: int, width: int, settings: DistillSettings) -> int:
+def require_memory(needed: int, batch: int, tokens: int) -> None:
+    """Raise UsageError when `needed` bytes for `batch` answers of `tokens` tokens are more than what is free."""
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise UsageError(
+            f"{batch} answers of up to {tokens} tokens at a time need {needed / 1e9:.1f} GB of memory, "
+            f"{free / 1e9:.1f} GB are free; lower --batch or --max-tokens"
+        )
+
+
+def _bytes_needed(jobs: Sequence[Job], m: int, width: int, settings: DistillSettings) -> int:
     """Disk that the shards of these jobs can take, from above: a token has at most one character of prompt."""
     answer_tokens = sum(len(job.given.answer_ids) if job.given else settings.max_tokens for job in jobs)
     prompt_tokens = sum(min(len(job.prompt.turns[0]) // 2 + 64, settings.max_length) for job in jobs)

@@ -8,6 +8,7 @@ Probability outside S is dropped, not spread over S: a position whose likely tok
 and one whose top-k lies wholly outside weighs nothing.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,24 +22,43 @@ _CHUNK = 512  # positions scored at a time, so that a chunk of logits stays in t
 
 
 def batch_loss(
-    network: DraftNetwork, batch: PackedBatch, inverse: Tensor, settings: TrainSettings, dtype: torch.dtype
+    network: DraftNetwork,
+    batch: PackedBatch,
+    inverse: Tensor,
+    settings: TrainSettings,
+    dtype: torch.dtype,
+    steps: int = 0,
+    counts: Sequence[int] = (),
 ) -> Tensor:
-    """The unrolled loss: over steps, the weighted mean of each step's mean over its answer positions. A scalar."""
-    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-        states = unroll(network, batch, settings.unroll)
+    """The unrolled loss: over steps, the weighted mean of each step's mean over its answer positions. A scalar.
+
+    `steps` unrolled ones, all of the settings' when 0. `counts` are the positions with a target by step that the means
+    are over, the batch's own when left out: the losses of a batch's pieces add up to the whole's when each is given
+    those of the whole.
+    """
+    steps = steps or settings.unroll
+    over = list(counts) or batch.counts().tolist()
+    with torch.autocast(batch.taps.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        states = unroll(network, batch, steps)
     hidden, records, weights = [], [], []
-    scale = sum(settings.step_decay**step for step in range(settings.unroll))
-    for step, state in enumerate(states):
+    for step, (state, weight) in enumerate(zip(states, settings.weights(steps), strict=True)):
         kept = torch.nonzero(batch.step_targets[step] >= 0)[:, 0]
-        if len(kept) == 0:
+        if len(kept) == 0 or weight == 0.0:
             continue
         hidden.append(state[kept])
         records.append(batch.step_targets[step][kept])
-        weights.append(torch.full((len(kept),), settings.step_decay**step / scale / len(kept)))
+        weights.append(torch.full((len(kept),), weight / over[step], device=state.device))
+    if not hidden:
+        return states[0].sum() * 0.0
     index = torch.cat(records)
     draft_ids, probs = restricted_probs(batch.target_log_probs[index], batch.target_ids[index], inverse)
     normed = network.final_norm(torch.cat(hidden))
     return fused_soft_cross_entropy(normed, network.head.weight, draft_ids, probs, torch.cat(weights), dtype=dtype)
+
+
+def kept_mass(batch: PackedBatch, inverse: Tensor) -> float:
+    """Sum over the batch's records of the target's probability that the draft's vocabulary (and the top-k) keeps."""
+    return float(restricted_probs(batch.target_log_probs, batch.target_ids, inverse)[1].sum())
 
 
 def restricted_probs(log_probs: Tensor, target_ids: Tensor, target_to_draft: Tensor) -> tuple[Tensor, Tensor]:

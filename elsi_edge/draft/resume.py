@@ -17,6 +17,9 @@ from elsi_edge.fsio import new_directory, sha256_file, storage_errors, sweep_dir
 _PREFIX = "checkpoint-"
 _FILES = ("weights.safetensors", "average.safetensors", "optimiser.safetensors")
 _STATE = "state.json"
+_META = (
+    *("step", "epoch", "batch", "tokens", "seconds", "best", "stale", "evaluated", "skipped", "evaluation", "identity"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,11 @@ class TrainState:
     batch: int  # batches of this epoch done
     tokens: int  # trained on, all epochs
     seconds: float  # wall clock used, all sittings
+    best: float  # highest held-out agreement so far
+    stale: int  # evaluations since
+    evaluated: int  # step of the last evaluation, -1 before the first
+    skipped: int  # batches without answer tokens
+    evaluation: dict[str, Any]  # the last one
     identity: dict[str, Any]  # settings, shards, vocabulary: must be those of the run that continues
     weights: dict[str, Tensor]  # float32
     average: dict[str, Tensor]  # float32
@@ -43,7 +51,7 @@ def save_state(directory: Path, state: TrainState) -> None:
         for name, tensors in zip(_FILES, (state.weights, state.average, state.optimiser), strict=True):
             # As bytes: safetensors' own file writer hides a full disk in an error of its own kind.
             (temporary / name).write_bytes(save({key: value.contiguous() for key, value in tensors.items()}))
-        meta = {name: getattr(state, name) for name in ("step", "epoch", "batch", "tokens", "seconds", "identity")}
+        meta = {name: getattr(state, name) for name in _META}
         write_json(temporary / _STATE, {**meta, "sha256": {name: sha256_file(temporary / name) for name in _FILES}})
     for path in _checkpoints(directory)[:-1]:
         shutil.rmtree(path, ignore_errors=True)
@@ -70,7 +78,7 @@ def load_state(directory: Path) -> TrainState | None:
             weights=weights,
             average=average,
             optimiser=optimiser,
-            **{name: value[name] for name in ("step", "epoch", "batch", "tokens", "seconds", "identity")},
+            **{name: value[name] for name in _META},
         )
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DraftError(f"{path} is not a checkpoint that can be continued ({error}); {advice}") from error

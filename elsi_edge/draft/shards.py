@@ -89,6 +89,10 @@ class ShardManifest:
             return (FINAL_NORM,)
         return (*self.selection.taps, FINAL_NORM) if self.final_norm else self.selection.taps
 
+    def describe_states(self) -> str:
+        """What is recorded, in words."""
+        return self.selection.describe() + (" and the state after the final norm" if self.final_norm else "")
+
     @property
     def state_names(self) -> tuple[str, ...]:
         """The same as a shard's tensors are called."""
@@ -194,7 +198,8 @@ def row_bytes(row: DistilledRow) -> int:
     """Bytes that a row takes in a shard and in the two lists beside it, from above."""
     taps, tokens, width = row.states.shape
     answers, kept = row.top_ids.shape
-    return tokens * (taps * width * 2 + 5) + answers * (kept * 6 + 4 + 8) + 16 + 3 * len(row.key) + 256
+    size: int = tokens * (taps * width * 2 + 5) + answers * (kept * 6 + 4 + 8) + 16 + 3 * len(row.key) + 256
+    return size
 
 
 def require_made_for(
@@ -205,7 +210,7 @@ def require_made_for(
     tokenizer_sha256: str = "",
     template_sha256: str = "",
 ) -> None:
-    """Raise DataError naming what differs when shards were made for other weights, text or template; "" is not asked."""
+    """Raise DataError naming what differs when shards were made for other weights, tokens or template; "" passes."""
     asked = {
         "target fingerprint": (manifest.target_fingerprint, target_fingerprint),
         "tokenizer": (manifest.tokenizer_sha256, tokenizer_sha256),

@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from elsi_edge.artifacts import DraftConfig, ModelShape
-from elsi_edge.draft.network import DraftNetwork
-from elsi_edge.errors import ModelError
+from elsi_edge.draft.checkpoint import LoadedDraft
+from elsi_edge.draft.network import Block, DraftNetwork
+from elsi_edge.draft.settings import TrainSettings
+from elsi_edge.errors import ConfigError, DraftError, ModelError
 from elsi_edge.torch_model import load_causal_lm
 
+_HEAD_WIDTH = 16  # GroupQueryAttention with rotary embedding takes multiples of it
+_WIDTH = 32  # weights per quantisation block
 _EMBEDDING_START = 0.02  # standard deviation of the embedding half of the fused qkv, times the state half's own
 
 
@@ -25,8 +29,13 @@ class SourceWeights:
     embeddings: Tensor  # [at least V, E]
     final_norm: Tensor | None  # [E]
     head: Tensor  # [V, E]
-    block: dict[str, Tensor]  # last block: q, k, v, o, gate, up, down, attention_norm, mlp_norm; only those that exist
-    biases: tuple[str, ...] = ()  # those of them that add a bias, which a draft does not have
+    blocks: tuple[dict[str, Tensor], ...]  # last two blocks, the very last at the end (see `_PATHS`); what exists
+    biases: tuple[str, ...] = ()  # weights of the last block that add a bias, which a draft does not have
+
+    @property
+    def block(self) -> dict[str, Tensor]:
+        """The last block: q, k, v, o, gate, up, down, attention_norm, mlp_norm; only those that exist."""
+        return self.blocks[-1]
 
 
 _PATHS = {
@@ -54,14 +63,17 @@ def read_source(directory: Path, shape: ModelShape) -> SourceWeights:
             f"(width {shape.width}, vocabulary {shape.vocab_size}); give the model that the shards were made with"
         )
     decoder = model.get_decoder()
-    last = decoder.layers[-1] if hasattr(decoder, "layers") else None
-    block = {name: weight for name, path in _PATHS.items() if (weight := _weight(last, path)) is not None}
-    biases = tuple(name for name, path in _PATHS.items() if _weight(last, path, "bias") is not None)
+    layers = list(decoder.layers)[-2:] if hasattr(decoder, "layers") else [None]
+    blocks = tuple(
+        {name: weight for name, path in _PATHS.items() if (weight := _weight(layer, path)) is not None}
+        for layer in layers
+    )
+    biases = tuple(name for name, path in _PATHS.items() if _weight(layers[-1], path, "bias") is not None)
     return SourceWeights(
         embeddings=embeddings,
         final_norm=_weight(decoder, "norm"),
         head=output.weight.detach().clone(),
-        block=block,
+        blocks=blocks,
         biases=biases,
     )
 
@@ -72,8 +84,9 @@ def initialise(
 ) -> list[str]:
     """Give every weight its start; returns what could not be taken from the target and why, empty when all was.
 
-    From the target: last block's q, k, v (state half of the fused qkv), o, MLP and norms, final norm, head rows; the
-    projection is the identity on the last tap. The rest, or all without `source`, is random.
+    From the target: q, k, v (state half of the fused qkv), o, MLP and norms of its last block, or of its last two for
+    two blocks; final norm, head rows; the projection is the identity on the last tap. A draft of another width than the
+    target's starts from the target's head alone (see `_narrow`). The rest, or all without `source`, is random.
     """
     config = network.config
     generator = torch.Generator().manual_seed(seed)
@@ -82,38 +95,91 @@ def initialise(
             weight.copy_(torch.randn(weight.shape, generator=generator) * (2 / sum(weight.shape)) ** 0.5)
         elif not name.endswith("norm.weight"):
             weight.zero_()
+    rows = None if source is None else source.head[draft_to_target_ids]
+    if config.width != config.embedding_width:
+        return [] if rows is None or source is None else _narrow(network, rows, source.final_norm)
     network.projection.weight.zero_()
     network.projection.weight[:, -config.width :] = torch.eye(config.width)
     if source is None:
         return []
-    block = source.block
     refusals: list[str] = []
     if source.biases:
         refusals.append(f"biases of {', '.join(source.biases)}: the target's last block adds them, the draft has none")
-    _start_qkv(network, block, generator, refusals)
-    _copy(network.o.weight, block.get("o"), "o", refusals)
-    _copy(network.state_norm.weight, block.get("attention_norm"), "attention norm", refusals)
-    _copy(network.mlp_norm.weight, block.get("mlp_norm"), "MLP norm", refusals)
-    for name in ("gate", "up", "down"):
-        _copy(getattr(network, name).weight, block.get(name), name, refusals)
+    for index, block in enumerate(network.blocks):
+        place = len(source.blocks) - len(network.blocks) + index
+        _start_block(block, source.blocks[max(0, place)], generator, refusals)
     _copy(network.final_norm.weight, source.final_norm, "final norm", refusals)
-    _copy(network.head.weight, source.head[draft_to_target_ids], "head", refusals)
+    _copy(network.head.weight, rows, "head", refusals)
     return refusals
 
 
-def _start_qkv(
-    network: DraftNetwork, block: dict[str, Tensor], generator: torch.Generator, refusals: list[str]
-) -> None:
-    width = network.config.width
-    parts = [block.get(name) for name in ("q", "k", "v")]
+def _start_block(block: Block, given: dict[str, Tensor], generator: torch.Generator, refusals: list[str]) -> None:
+    width = block.state_norm.weight.shape[0]
+    extra = block.qkv.weight.shape[1] - width
+    parts = [given.get(name) for name in ("q", "k", "v")]
     fused = torch.cat([part for part in parts if part is not None]) if all(p is not None for p in parts) else None
-    rows = network.query_size + 2 * network.kv_size
-    if fused is None or fused.shape != (rows, width) or parts[0] is None or parts[0].shape[0] != network.query_size:
-        _copy(network.qkv.weight[:, width:], fused, "q, k, v", refusals)
-        return
-    noise = torch.randn(rows, width, generator=generator)
-    network.qkv.weight[:, width:] = fused
-    network.qkv.weight[:, :width] = noise * float(fused.std()) * _EMBEDDING_START
+    rows = block.query_size + 2 * block.kv_size
+    if fused is None or fused.shape != (rows, width) or parts[0] is None or parts[0].shape[0] != block.query_size:
+        _copy(block.qkv.weight[:, extra:], fused, "q, k, v", refusals)
+    else:
+        noise = torch.randn(rows, extra, generator=generator)
+        block.qkv.weight[:, extra:] = fused
+        block.qkv.weight[:, :extra] = noise * float(fused.std()) * _EMBEDDING_START
+    _copy(block.o.weight, given.get("o"), "o", refusals)
+    _copy(block.state_norm.weight, given.get("attention_norm"), "attention norm", refusals)
+    _copy(block.mlp_norm.weight, given.get("mlp_norm"), "MLP norm", refusals)
+    for name in ("gate", "up", "down"):
+        _copy(getattr(block, name).weight, given.get(name), name, refusals)
+
+
+def _narrow(network: DraftNetwork, rows: Tensor, final_norm: Tensor | None) -> list[str]:
+    """Start a draft of another width W: head and projection on the W strongest directions of the target's head.
+
+    With `rows` [U, E] scaled by the final norm and its right singular vectors R [E, W], states s become R^T s and the
+    head rows R: the scores are the target's own but for the directions left out and the norm's scale.
+    """
+    scaled = rows if final_norm is None else rows * final_norm
+    width, target = network.config.width, network.config.embedding_width
+    kept = min(width, target)
+    _, vectors = torch.linalg.eigh((scaled.T @ scaled).double())
+    basis = vectors.flip(1)[:, :kept].float()  # shape: [E, kept], strongest first
+    network.projection.weight[:kept] = 0.0
+    network.projection.weight[:kept, -target:] = basis.T
+    network.head.weight.zero_()
+    network.head.weight[:, :kept] = scaled @ basis
+    return [f"the last block: the target is {target} wide, the draft {width}; its head alone was taken"]
+
+
+@torch.no_grad()
+def continue_draft(network: DraftNetwork, ids: Tensor, draft: LoadedDraft, source: SourceWeights) -> list[str]:
+    """Start from another draft; its head rows go to the same target tokens, the target's own head fills the rest.
+
+    Returns what could not be taken and why. Raises DraftError when the two are of different targets.
+    """
+    mine, its = network.config, draft.config
+    if its.target_fingerprint != mine.target_fingerprint:
+        raise DraftError(
+            f"--init is a draft for the target {its.target_fingerprint[:12]}, the shards were made with "
+            f"{mine.target_fingerprint[:12]}; give a draft of the same target"
+        )
+    refusals: list[str] = []
+    for name, weight in network.named_parameters():
+        value = draft.tensors.get(name)
+        if name == "projection.weight" and not mine.selection.same_taps(its.selection):
+            refusals.append(f"projection: that draft sees {its.selection.describe()}")
+        elif name != "head.weight" and value is None:
+            refusals.append(f"{name}: that draft has none")
+        elif name != "head.weight":
+            _copy(weight, torch.from_numpy(value), name, refusals)
+    theirs = torch.from_numpy(draft.draft_to_target_ids)
+    if its.width != mine.width:
+        return [*refusals, f"head: that draft is {its.width} wide, this one {mine.width}"]
+    if source.head.shape[1] == mine.width:
+        network.head.weight.copy_(source.head[ids])
+    place = torch.searchsorted(theirs, ids).clamp(max=len(theirs) - 1)
+    shared = theirs[place] == ids
+    network.head.weight[shared] = torch.from_numpy(draft.tensors["head.weight"])[place[shared]]
+    return refusals
 
 
 def _copy(weight: Tensor, value: Tensor | None, name: str, refusals: list[str]) -> None:
@@ -132,14 +198,29 @@ def _weight(module: Any, path: str, name: str = "weight") -> Tensor | None:
     return weight.detach().clone() if isinstance(weight, Tensor) else None
 
 
-def draft_config(shape: ModelShape, **structure: Any) -> DraftConfig:
-    """A draft of the target's own shape; `structure` gives the selection, the vocabulary and the provenance."""
+def draft_config(shape: ModelShape, settings: TrainSettings | None = None, **structure: Any) -> DraftConfig:
+    """A draft of the target's own shape, but for what `settings` says; `structure` gives selection, vocabulary and
+    provenance. Raises ConfigError for heads that do not fit."""
+    asked = settings or TrainSettings(steps=1)
+    heads = asked.heads or shape.heads
+    kv_heads = asked.kv_heads or (shape.kv_heads if heads % shape.kv_heads == 0 else heads)
+    head_width = asked.head_width or shape.head_width
+    if asked.head_width and head_width % _HEAD_WIDTH:
+        raise ConfigError(
+            f"training: head_width is {head_width}; ONNX Runtime's attention takes multiples of {_HEAD_WIDTH}"
+        )
+    width = asked.width or shape.width
+    if asked.width and width % _WIDTH:
+        raise ConfigError(f"training: width is {width}; quantised weights come in blocks of {_WIDTH}, give a multiple")
     return DraftConfig(
-        width=shape.width,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_width=shape.head_width,
-        mlp_width=shape.mlp_width,
+        width=width,
+        target_width=0 if width == shape.width else shape.width,
+        depth=asked.depth,
+        head=asked.head,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=head_width,
+        mlp_width=asked.mlp_width or shape.mlp_width,
         target_vocab_size=shape.vocab_size,
         context=shape.context,
         rope_theta=shape.rope_theta,
