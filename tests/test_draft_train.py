@@ -107,6 +107,17 @@ def test_resume_is_exact(shards: Path, model: Path, tmp_path: Path, how: str) ->
     assert len(same[0]) == 31 and same[0] == same[1]
 
 
+def test_a_run_stopped_after_every_step_goes_on(shards: Path, model: Path, tmp_path: Path) -> None:
+    """After the last batch of an epoch too, where nothing of it is left to train on."""
+    often = settings(steps=12, batch_tokens=400, checkpoint_minutes=1e-9)
+    whole = train(shards, model, tmp_path / "whole", often)
+    for _ in range(1, 12):
+        with pytest.raises(KeyboardInterrupt):
+            train(shards, model, tmp_path / "parts", often, reporter=StopAt(1, "interrupt"))
+    parts = train(shards, model, tmp_path / "parts", often)
+    assert parts.training["tensors_sha256"] == whole.training["tensors_sha256"]
+
+
 def test_a_finished_run_trains_no_more(shards: Path, model: Path, tmp_path: Path) -> None:
     first = train(shards, model, tmp_path, settings())
     again = train(shards, model, tmp_path, settings())

@@ -83,7 +83,7 @@ class Trainer:
             self._evaluate()
         share, _, _ = self._agree(stopped)
         while share < 1.0 and not self._worn_out():
-            steps_before = self.step
+            steps_before, whole = self.step, self.next_batch == 0
             for rows in self._remaining_batches():
                 self._train_step(rows, share)
                 if self.step != self.evaluated and self.step % self.settings.evaluate_every == 0:
@@ -96,7 +96,7 @@ class Trainer:
                     raise KeyboardInterrupt
                 if share >= 1.0 or self._worn_out():
                     break
-            if self.step == steps_before and share < 1.0:
+            if whole and self.step == steps_before and share < 1.0:  # a resumed run may begin at an epoch's end
                 raise DataError(
                     f"{self.data.directory}: none of {self.skipped} batches had an answer token to train on; raise the "
                     f"length limit of {self.settings.max_length} tokens, or distill again"
