@@ -115,7 +115,8 @@ def summary(analysis: Analysis, width: int = 80, ascii_only: bool = False) -> st
             f"- {sentence}", width, subsequent_indent="  ", max_lines=_MOST_OF_ONE, placeholder=" ..."
         )
     if table:
-        lines += ["", *table]
+        rows = selection.settings.get("reservoir")
+        lines += ["", *([f"The rules, all on {rows} positions:"] if rows else []), *table]
     whole = "\n".join(line.rstrip() for line in lines)
     return whole.encode("ascii", "replace").decode() if ascii_only else whole
 

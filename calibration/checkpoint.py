@@ -97,6 +97,10 @@ class Checkpoint:
             self._note(f"note: {self._path} is cut short; starting over")
             return None
 
+    def say(self, text: str) -> None:
+        """A line for the user."""
+        self._note(text)
+
     def clear(self) -> None:
         """Delete the file."""
         if self._path is not None:

@@ -165,6 +165,9 @@ def measure(
     mine = [_batches(stage, rendered, settings)[group.rank :: group.count] for stage in stages]
     skipped = [batch for stage in mine[:stage_done] for batch in stage] + mine[stage_done][:batch_done]
     left = [batch for stage in mine for batch in stage][len(skipped) :]
+    if skipped:
+        seen = sum(len(rendered.ids[i]) for batch in skipped for i in batch)
+        checkpoint.say(f"note: going on after {seen:,} of {int(total):,} tokens of an interrupted run")
     captured = _captured(target, rendered, plan, left)  # once: finding the blocks runs the model
     with progress("calibrate", total, "tokens") as bar:
         bar.advance(float(sum(len(rendered.ids[i]) for batch in skipped for i in batch)))

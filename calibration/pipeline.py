@@ -234,6 +234,8 @@ class _Conclusion:
         pick = measured.settling[-1].tap
         look = outlook(measured.settling)
         stable, text = describe(wins, pick, len(self._prompts), look)
+        if self._settings.until_stable:
+            text = text.replace("more prompts may settle it (--until-stable)", "all prompts are used up; give more")
         return {
             "extrapolated_tap": None if look is None else look.limit,
             "extrapolated": [] if look is None else list(look.entropy),
@@ -252,7 +254,9 @@ class _Conclusion:
                 f"{kept} kept positions are few for states of width {width} (from {ENOUGH_ROWS * width} on the pick "
                 "tends to settle); give more prompts or a larger --keep"
             )
-        if rows < width:
+        if 0 in self._settings.taps:
+            found.append("tap 0 is the embeddings, which a draft reads anyway; it adds nothing")
+        if rows < width and not self._settings.debiased_cka:
             found.append(
                 f"CKA was measured on {rows} positions, fewer than the width {width}, where the biased estimator sees "
                 "likeness everywhere; add --debiased-cka or more prompts"

@@ -27,6 +27,10 @@ class Processes(Protocol):
         """The first process's value, on all of them."""
         ...
 
+    def end(self) -> None:
+        """Part from the others; the last call. A process that leaves without it may be torn down as a crash."""
+        ...
+
 
 class Alone:
     """A single process."""
@@ -46,6 +50,9 @@ class Alone:
     def from_first(self, value: Any) -> Any:
         """The value itself."""
         return value
+
+    def end(self) -> None:
+        """Nothing to part from."""
 
 
 class Launched:
@@ -85,6 +92,10 @@ class Launched:
         box = [value]
         broadcast_object_list(box)
         return box[0]
+
+    def end(self) -> None:
+        """Take down the process group."""
+        self._state.destroy_process_group()
 
 
 def launched() -> bool:

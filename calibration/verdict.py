@@ -16,6 +16,7 @@ def verdict(
     parts = [
         _regions(selection, few=rows < width),
         _sizes(rules, searches),
+        _chosen_set(rules),
         str(selection.stability.get("text", "")),
         _probe(selection.probe, rules),
         _few_rows(rows, width),
@@ -42,7 +43,7 @@ def _regions(selection: LayerSelection, *, few: bool) -> str:
             f"{len(regions)} compartments (taps {names}), of which one holds most taps: inside it any layer does about "
             "as well, the others are worth avoiding or adding on purpose."
         )
-    return f"{len(regions)} compartments (taps {names}): taps of different ones say different things; choose with care."
+    return f"{len(regions)} compartments (taps {names}): taps of different ones say different things."
 
 
 def _sizes(rules: Sequence[RuleResult], searches: Sequence[Search]) -> str:
@@ -59,6 +60,19 @@ def _sizes(rules: Sequence[RuleResult], searches: Sequence[Search]) -> str:
         before = search.best_entropy
     start = f"On {searches[0].rows} positions the best single tap holds {single:.2f} nats; "
     return start + ", then ".join(found) + "."
+
+
+def _chosen_set(rules: Sequence[RuleResult]) -> str:
+    """What the chosen set of several taps holds, where that is not the set named above."""
+    chosen = next((rule for rule in rules if rule.chosen and len(rule.taps) > 1), None)
+    single = next((rule for rule in rules if rule.name == "elsi m = 1"), None)
+    if chosen is None or single is None:
+        return ""
+    gain = chosen.joint_entropy - single.joint_entropy
+    more = f"{gain:.2f} more than" if gain > 0.005 else f"{-gain:.2f} less than" if gain < -0.005 else "no more than"
+    return (
+        f"The chosen set {list(chosen.taps)} holds {chosen.joint_entropy:.2f} nats, {more} tap {single.taps[0]} alone."
+    )
 
 
 def _probe(probe: Mapping[str, Any], rules: Sequence[RuleResult]) -> str:
@@ -107,11 +121,15 @@ def probe_text(
             f"behind (lead {lead:.3f}, standard error {noise:.3f}{sure}); consider --taps {best}."
         )
         return True, best, flag
-    closeness = "which is the best of all taps" if pick == (best,) else f"within {FLAG:.0%} of the best tap's ({best})"
+    closeness = (
+        "which is the best of all taps"
+        if pick == (best,)
+        else f"the pick is within {FLAG:.0%} of the best tap ({best})"
+    )
     return False, best, f"{text}; {closeness}."
 
 
 def _few_rows(rows: int, width: int) -> str:
     if rows >= width:
         return ""
-    return f"CKA and sets rest on {rows} positions, fewer than the width {width}: mind them, or give more prompts."
+    return f"CKA and sets rest on {rows} positions, fewer than the width {width}: take them as a hint, or give more prompts."

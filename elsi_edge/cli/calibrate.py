@@ -193,7 +193,7 @@ class Run:
         if first:
             self._estimate(rows, given, settings)
         try:
-            with stop_requests() as stop:
+            with stop_requests(lambda: common.note("stopping after this batch; once more stops at once")) as stop:
                 return analyse(
                     self.source, rows, settings, common.progress if first else None, answers=given, threads=threads,
                     checkpoint=checkpoint if group.count == 1 else None, group=group, stop=stop,
@@ -203,6 +203,8 @@ class Run:
             if checkpoint.is_file():
                 common.note("progress is saved; the same command goes on from here")
             raise
+        finally:
+            group.end()
 
     def _answers(
         self, rows: "Sequence[PromptRow]", wanted: int | None, threads: int, group: "Processes"
