@@ -142,11 +142,8 @@ def describe(wins: FloatArray, pick: int, prompts: int, look: Outlook | None) ->
         text += "; " + ", ".join(f"tap {t} in {wins[t]:.0%}" for t in rivals)
     settled = look is None or look.settled
     if share >= STABLE_SHARE and settled:
-        more = (
-            ""
-            if look is None
-            else ", half of the prompts alone give the same pick, and it leads when extrapolated to many positions"
-        )
+        same = ", half of the prompts alone give the same pick, and it leads when extrapolated to many positions"
+        more = "" if look is None else same
         return True, text + more + ". The pick is stable."
     near = wins[max(1, pick - 1) : pick + 2].sum()
     if look is not None and look.earlier != pick:

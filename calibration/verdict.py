@@ -121,15 +121,13 @@ def probe_text(
             f"behind (lead {lead:.3f}, standard error {noise:.3f}{sure}); consider --taps {best}."
         )
         return True, best, flag
-    closeness = (
-        "which is the best of all taps"
-        if pick == (best,)
-        else f"the pick is within {FLAG:.0%} of the best tap ({best})"
-    )
+    near = f"the pick is within {FLAG:.0%} of the best tap ({best})"
+    closeness = "which is the best of all taps" if pick == (best,) else near
     return False, best, f"{text}; {closeness}."
 
 
 def _few_rows(rows: int, width: int) -> str:
     if rows >= width:
         return ""
-    return f"CKA and sets rest on {rows} positions, fewer than the width {width}: take them as a hint, or give more prompts."
+    few = f"CKA and sets rest on {rows} positions, fewer than the width {width}"
+    return f"{few}: take them as a hint, or give more prompts."

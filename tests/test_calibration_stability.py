@@ -242,7 +242,7 @@ def test_outlook_takes_off_the_bias_of_few_positions() -> None:
     settled = stability.outlook(looks(at(2000), at(4000), tokens=(2000, 4000)))
     assert settled is not None and settled.settled and settled.limit == 2
     stable, text = stability.describe(np.array([0.0, 0.0, 1.0]), 2, 64, settled)
-    assert stable and "half of them pick it too" in text
+    assert stable and "half of the prompts alone give the same pick" in text
     assert stability.outlook(looks(at(100), tokens=(100,))) is None
 
 
