@@ -20,11 +20,11 @@ from elsi_edge.calibration.accumulate import CovarianceAccumulator, Reservoir
 from elsi_edge.calibration.analysis import Settling
 from elsi_edge.calibration.checkpoint import Checkpoint
 from elsi_edge.calibration.parallel import spread
-from elsi_edge.calibration.processes import Processes
 from elsi_edge.calibration.rendering import Rendered
 from elsi_edge.calibration.settings import CalibrationSettings, Progress
 from elsi_edge.calibration.statistics import FloatArray, keep_positions, normalise, random_positions, spectrum_entropy
 from elsi_edge.errors import SelectionError
+from elsi_edge.processes import Processes
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,6 @@ from elsi_edge.calibration.checkpoint import Checkpoint
 from elsi_edge.calibration.cka import compartments, linear_cka
 from elsi_edge.calibration.measure import DIGITS, Measured, Plan, measure
 from elsi_edge.calibration.probe import held_out
-from elsi_edge.calibration.processes import Alone, Processes
 from elsi_edge.calibration.rendering import Rendered, render
 from elsi_edge.calibration.settings import CalibrationSettings, Note, Progress, no_note, no_progress
 from elsi_edge.calibration.stability import describe, outlook
@@ -31,6 +30,7 @@ from elsi_edge.calibration.statistics import (
 from elsi_edge.calibration.verdict import verdict
 from elsi_edge.errors import DataError
 from elsi_edge.models import SourceModel
+from elsi_edge.processes import Alone, Processes
 from elsi_edge.prompts import prompts_sha256
 
 ENOUGH_ROWS = 8  # kept positions per unit of width under which single-tap entropies are called shaky

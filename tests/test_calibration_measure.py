@@ -21,13 +21,13 @@ from elsi_edge.calibration.analysis import Analysis, RuleResult, Search, Settlin
 from elsi_edge.calibration.checkpoint import Checkpoint
 from elsi_edge.calibration.cka import linear_cka
 from elsi_edge.calibration.measure import Plan, Sums, evaluate
-from elsi_edge.calibration.processes import Alone
 from elsi_edge.calibration.rules import known_sets
 from elsi_edge.calibration.search import Sets, show_pairs, show_triples, wins
 from elsi_edge.calibration.settings import no_progress
 from elsi_edge.calibration.statistics import NORMALISATIONS, Normalisation, centre_in_place
 from elsi_edge.errors import SelectionError
 from elsi_edge.models import SourceModel, resolve
+from elsi_edge.processes import Alone
 from tests.tiny_text import CONFIG, PAGE, llama_weights, write_model_dir
 
 torch = pytest.importorskip("torch")

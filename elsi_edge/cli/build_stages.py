@@ -223,7 +223,7 @@ class Build:
 
     def _train(self) -> "DraftConfig":
         from elsi_edge.cli.train import train_draft
-        from elsi_edge.draft.processes import processes
+        from elsi_edge.processes import processes
 
         return train_draft(self.source, self.place.shards, self.place.draft, self._train_settings(), group=processes())
 

@@ -14,9 +14,9 @@ from elsi_edge.cli import options as opt
 if TYPE_CHECKING:
     from elsi_edge.artifacts import LayerSelection, PromptRow
     from elsi_edge.calibration.analysis import Analysis
-    from elsi_edge.calibration.processes import Processes
     from elsi_edge.calibration.settings import CalibrationSettings
     from elsi_edge.models import SourceModel
+    from elsi_edge.processes import Processes
     from elsi_edge.workdir import WorkDir
 
 DEFAULT_KEEP = 0.30
@@ -171,9 +171,9 @@ class Run:
         """Measure and choose; None on every process but the first. `files` are checked to be writable first."""
         from elsi_edge import fsio
         from elsi_edge.calibration import analyse
-        from elsi_edge.calibration.processes import processes
         from elsi_edge.cli import common
         from elsi_edge.machine import cores
+        from elsi_edge.processes import processes
         from elsi_edge.stopping import stop_requests
 
         settings.taps_wanted(self.source.shape.blocks)

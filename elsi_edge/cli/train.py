@@ -11,9 +11,9 @@ from elsi_edge.cli.draft_support import flags, quoted, reporter, require_torch
 
 if TYPE_CHECKING:
     from elsi_edge.artifacts import DraftConfig
-    from elsi_edge.draft.processes import Processes
     from elsi_edge.draft.settings import TrainSettings
     from elsi_edge.models import SourceModel
+    from elsi_edge.processes import Processes
 
 _MINUTES = 60.0  # when neither --minutes nor --steps is given
 _STRUCTURE = "Structure"
@@ -164,7 +164,7 @@ def train(
     from elsi_edge.workdir import WorkDir
 
     require_torch("training a draft")
-    from elsi_edge.draft.processes import processes
+    from elsi_edge.processes import processes
 
     settings = TrainSettings(
         minutes=_MINUTES if minutes is None and steps is None else minutes,
@@ -179,7 +179,10 @@ def train(
     place = WorkDir.for_model(source.slug, work)
     target = out or place.draft
     group = processes()
-    config = train_draft(source, shards or place.shards, target, settings, group=group, fresh=fresh, init=init)
+    try:
+        config = train_draft(source, shards or place.shards, target, settings, group=group, fresh=fresh, init=init)
+    finally:
+        group.end()
     if group.rank == 0:
         _report(config, target, json=json)
         common.next_command(f"elsi-edge export {quoted(model)}{flags(draft=out, work=work)}")

@@ -10,9 +10,9 @@ from torch import Tensor
 from elsi_edge.artifacts import to_plain
 from elsi_edge.draft.data import Row, ShardSet
 from elsi_edge.draft.network import DraftNetwork
-from elsi_edge.draft.processes import Alone, Processes
 from elsi_edge.draft.replay import DRAFTINGS, replay
 from elsi_edge.draft.unroll import PackedBatch, unroll
+from elsi_edge.processes import Alone, Processes
 
 CHAIN = 4  # drafted tokens per verification in `tau_chain4`
 _CHUNK = 1024  # positions scored at a time

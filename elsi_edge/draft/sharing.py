@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from elsi_edge.draft.data import Row
-from elsi_edge.draft.processes import Processes
+from elsi_edge.processes import Processes
 
 
 def deal(rows: Sequence[Row], pieces: int) -> list[list[Row]]:

@@ -14,6 +14,7 @@ from elsi_edge.draft.settings import TrainSettings
 from elsi_edge.draft.source import SourceWeights, continue_draft, draft_config, initialise
 from elsi_edge.draft.vocab import DraftVocab, choose_vocab, target_to_draft, target_weights
 from elsi_edge.errors import ProviderError
+from elsi_edge.processes import Processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,13 @@ def _tie_head(network: DraftNetwork, ids: Tensor, source: SourceWeights) -> None
     if rows.shape == network.head.weight.shape:
         network.head.weight.copy_(rows)
     network.head.weight.requires_grad_(False)
+
+
+def own_device(group: Processes) -> torch.device:
+    """The device of this process when none is asked for: the one it was launched on, else a GPU where there is one."""
+    if group.count > 1:
+        return torch.device(group.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def pick_device(asked: str, own: torch.device) -> torch.device:

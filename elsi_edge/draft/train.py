@@ -11,15 +11,15 @@ import torch
 from elsi_edge.artifacts import DraftConfig
 from elsi_edge.draft.curves import LOG as LOG
 from elsi_edge.draft.data import ShardSet
-from elsi_edge.draft.processes import Processes, processes
 from elsi_edge.draft.report import Reporter, Silent
 from elsi_edge.draft.resume import clear
 from elsi_edge.draft.settings import TrainSettings
 from elsi_edge.draft.source import read_source
-from elsi_edge.draft.structure import build, pick_device
+from elsi_edge.draft.structure import build, own_device, pick_device
 from elsi_edge.draft.trainer import Trainer
 from elsi_edge.errors import DataError
 from elsi_edge.fsio import require_free, require_writable
+from elsi_edge.processes import Processes, processes
 from elsi_edge.stopping import stop_requests
 
 _ROOM = 400e6  # bytes: two checkpoints of a small draft while one replaces the other
@@ -61,7 +61,7 @@ def train(
     group.wait()
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    device = pick_device(settings.device, group.device)
+    device = pick_device(settings.device, own_device(group))
     source = read_source(model_directory, data.manifest.shape)
     structure = build(data, source, settings, device, init=init)
     with stop_requests() as stopped:

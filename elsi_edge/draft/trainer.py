@@ -24,7 +24,6 @@ from elsi_edge.draft.optimiser import (
     optimiser_tensors,
     restore_optimisers,
 )
-from elsi_edge.draft.processes import Processes
 from elsi_edge.draft.provenance import provenance
 from elsi_edge.draft.replay import greedy
 from elsi_edge.draft.report import Reporter, Silent
@@ -34,6 +33,7 @@ from elsi_edge.draft.sharing import deal, sum_gradients
 from elsi_edge.draft.structure import Structure
 from elsi_edge.draft.unroll import PackedBatch
 from elsi_edge.errors import DataError, DraftError
+from elsi_edge.processes import Processes
 
 _FEW_ANSWERS = 0.02  # share of answer tokens in the data below which something is likely wrong
 

@@ -1,15 +1,18 @@
-"""One calibration over several processes: `accelerate launch` splits the prompts, the statistics are summed."""
+"""One calibration or training over several processes that `accelerate launch` started: what they tell each other."""
 
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class Processes(Protocol):
-    """Who else works on the same calibration."""
+    """Who else works on the same."""
 
     rank: int
     count: int
@@ -19,12 +22,20 @@ class Processes(Protocol):
         """Every array summed over all processes."""
         ...
 
+    def sum_(self, tensor: "Tensor") -> "Tensor":
+        """A tensor, in place, summed over all processes."""
+        ...
+
     def gathered(self, value: Any) -> list[Any]:
         """The value of every process, by rank."""
         ...
 
     def from_first(self, value: Any) -> Any:
         """The first process's value, on all of them."""
+        ...
+
+    def wait(self) -> None:
+        """Until all have come here."""
         ...
 
     def end(self) -> None:
@@ -43,6 +54,10 @@ class Alone:
         """The arrays themselves."""
         return dict(arrays)
 
+    def sum_(self, tensor: "Tensor") -> "Tensor":
+        """The tensor itself."""
+        return tensor
+
     def gathered(self, value: Any) -> list[Any]:
         """The one value."""
         return [value]
@@ -50,6 +65,9 @@ class Alone:
     def from_first(self, value: Any) -> Any:
         """The value itself."""
         return value
+
+    def wait(self) -> None:
+        """Nobody to wait for."""
 
     def end(self) -> None:
         """Nothing to part from."""
@@ -92,6 +110,17 @@ class Launched:
         box = [value]
         broadcast_object_list(box)
         return box[0]
+
+    def sum_(self, tensor: "Tensor") -> "Tensor":
+        """A tensor, in place, summed over all processes."""
+        from torch import distributed
+
+        distributed.all_reduce(tensor)
+        return tensor
+
+    def wait(self) -> None:
+        """Until all have come here."""
+        self._state.wait_for_everyone()
 
     def end(self) -> None:
         """Take down the process group."""
