@@ -267,6 +267,21 @@ def test_early_stop_and_curves(shards: Path, model: Path, tmp_path: Path) -> Non
     assert again.training["settings"]["steps"] == 6 and len(read_log(tmp_path)) == 6 + 4
 
 
+def test_early_stop_writes_the_best_draft(shards: Path, model: Path, tmp_path: Path) -> None:
+    """A learning rate that destroys what it starts from: the draft written is the one from before, a resumed run's too."""
+    learned(shards, model, tmp_path / "a")
+    asked = settings(steps=500, lr=0.3, warmup=0.0, evaluate_every=1, patience=2, ema=0.0, replay_tokens=0)
+    config = train(shards, model, tmp_path / "b", asked, init=tmp_path / "a")
+    evaluations = [entry for entry in read_log(tmp_path / "b") if "agreement" in entry]
+    assert config.training["evaluation"]["agreement"] == evaluations[0]["agreement"] != evaluations[-1]["agreement"]
+    before = load_draft(tmp_path / "a").tensors
+    for again in (False, True):
+        if again:
+            train(shards, model, tmp_path / "b", asked, init=tmp_path / "a")
+        after = load_draft(tmp_path / "b").tensors
+        assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
 def test_curves_without_measurements(tmp_path: Path) -> None:
     assert curves.draw(tmp_path) is None
     (tmp_path / curves.LOG).write_text('{"step": 1, "minutes": 1, "loss": 2.0}\n{"step": 2, "min')

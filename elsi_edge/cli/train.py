@@ -145,6 +145,9 @@ def train(
     max_length: Annotated[
         int, typer.Option(min=3, help="Tokens per conversation; longer ones are cut.", rich_help_panel=_LEARNING)
     ] = 2048,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="At an epoch's end take in the shards that a running 'distill' has added.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the data order and of what starts at random.")] = 0,
     arithmetic: Annotated[Arithmetic, typer.Option(help="What matrices are multiplied in.")] = Arithmetic.bf16,
     device: Annotated[str, typer.Option(help="'auto': a GPU where there is one; or cpu, cuda, cuda:1.")] = "auto",
@@ -168,9 +171,10 @@ def train(
 
     settings = TrainSettings(
         minutes=_MINUTES if minutes is None and steps is None else minutes,
-        steps=steps, patience=patience, taps=_taps(taps), depth=depth, width=width, heads=heads, kv_heads=kv_heads,
-        head_width=head_width, mlp_width=mlp_width, draft_vocab=vocab_size, vocab_by=vocab_by.value, head=head.value,
-        warm_start=warm_start, unroll=unroll, unroll_start=unroll_start, step_weights=_weights(step_weights),
+        steps=steps, patience=patience, follow=follow, taps=_taps(taps), depth=depth, width=width, heads=heads,
+        kv_heads=kv_heads, head_width=head_width, mlp_width=mlp_width, draft_vocab=vocab_size, vocab_by=vocab_by.value,
+        head=head.value, warm_start=warm_start, unroll=unroll, unroll_start=unroll_start,
+        step_weights=_weights(step_weights),
         optimiser=optimiser.value, lr=lr, schedule=schedule.value, batch_tokens=batch_tokens, accumulate=accumulate,
         ema=ema, max_length=max_length, seed=seed, arithmetic=arithmetic.value, device=device, threads=threads,
         evaluate_every=evaluate_every,
@@ -202,7 +206,7 @@ def train_draft(
     from elsi_edge.cli import common
     from elsi_edge.draft.train import train as run
 
-    with common.progress("train", 1.0, "of the budget") if group.rank == 0 else nullcontext() as bar:
+    with common.progress("train", 1.0, "") if group.rank == 0 else nullcontext() as bar:
         return run(
             shards, source.directory, out, settings, reporter=reporter(bar) if bar else None,
             target_fingerprint=source.fingerprint, fresh=fresh, init=init, group=group,

@@ -38,13 +38,16 @@ class Row:
 class ShardSet:
     """Read access to a shard directory. Raises DataError for altered files or when no row has answer tokens left."""
 
-    def __init__(self, directory: Path, *, taps: Sequence[int] = (), max_length: int) -> None:
+    def __init__(
+        self, directory: Path, *, taps: Sequence[int] = (), max_length: int, shards: int | None = None
+    ) -> None:
         """`taps` are those to read, all that the selection names when empty; rows are cut to `max_length` tokens.
 
-        FINAL_NORM in `taps`, alone, is the state after the final norm. Raises SelectionError for what is not recorded.
+        FINAL_NORM in `taps`, alone, is the state after the final norm. `shards`: read the first so many only. Raises
+        SelectionError for what is not recorded.
         """
-        self.directory = directory
-        self.manifest = ShardManifest.load(directory)
+        self.directory, self._max_length = directory, max_length
+        self.manifest = _first(ShardManifest.load(directory), shards)
         self.selection = _select(self.manifest, tuple(taps), directory)  # of what is read
         self.taps = self.selection.taps
         self._names = ("final-norm",) if self.selection.state == "final-norm" else tuple(map(state_name, self.taps))
@@ -56,14 +59,27 @@ class ShardSet:
         self.rows: list[Row] = []
         self.dropped = 0  # rows without answer tokens within the limit
         for index in range(len(self.manifest.shards)):
-            self._open(index, max_length)
+            self._open(index)
         if not self.rows:
             raise DataError(
                 f"{directory}: no row has answer tokens within {max_length} tokens ({self.dropped} rows dropped); "
                 "raise the length limit, or distill shorter prompts"
             )
 
-    def _open(self, index: int, max_length: int) -> None:
+    def grow(self, shards: int | None = None) -> list[Row]:
+        """Take in shards that were written since, up to `shards` in all; their rows. Raises DataError."""
+        manifest = _first(ShardManifest.load(self.directory), shards)
+        had = self.manifest.shards
+        if manifest.shards[: len(had)] != had:
+            raise DataError(f"{self.directory} was made anew while it was read; start the training over with --fresh")
+        verify_shards(self.directory, replace(manifest, shards=manifest.shards[len(had) :]))
+        self.manifest = manifest
+        rows = len(self.rows)
+        for index in range(len(had), len(manifest.shards)):
+            self._open(index)
+        return self.rows[rows:]
+
+    def _open(self, index: int) -> None:
         shard = self.manifest.shards[index]
         handle: Any = safe_open(str(self.directory / shard.file), framework="pt")
         read = {name: handle.get_tensor(name).numpy() for name in ("row_offsets", "answer_offsets", "state_scales")}
@@ -76,7 +92,7 @@ class ShardSet:
         for key, start, stop, record in zip(
             shard.rows, read["row_offsets"], read["row_offsets"][1:], read["answer_offsets"], strict=False
         ):
-            length = min(int(stop - start), max_length)
+            length = min(int(stop - start), self._max_length)
             own = mask[start : start + length]
             bases = int(own[2:].sum())
             if bases == 0:
@@ -141,6 +157,10 @@ class ShardSet:
     def _records(self, row: Row, name: str) -> Tensor:
         records: Tensor = self._files[row.shard].get_slice(name)[row.record : row.record + row.records]
         return records
+
+
+def _first(manifest: ShardManifest, shards: int | None) -> ShardManifest:
+    return manifest if shards is None else replace(manifest, shards=manifest.shards[:shards])
 
 
 def _select(manifest: ShardManifest, taps: tuple[int, ...], directory: Path) -> LayerSelection:

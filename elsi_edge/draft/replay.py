@@ -56,7 +56,7 @@ def replay(
     """Replay rows whose answers are greedy, a few at a time; by drafting's name.
 
     `ids` [U] are the draft's absolute target ids. `limit` is the most tokens that decoding was allowed: near it the
-    runtime drafts fewer nodes. None lets every tree have its full budget, as the papers' figures do.
+    runtime drafts fewer levels. None lets every tree have its full depth, as the papers' figures do.
     """
     held: list[Row] = []
     for row in rows:

@@ -15,10 +15,11 @@ from elsi_edge.errors import DraftError
 from elsi_edge.fsio import new_directory, sha256_file, storage_errors, sweep_directory, write_json
 
 _PREFIX = "checkpoint-"
-_FILES = ("weights.safetensors", "average.safetensors", "optimiser.safetensors")
+_FILES = ("weights.safetensors", "average.safetensors", "optimiser.safetensors", "best.safetensors")
 _STATE = "state.json"
 _META = (
     *("step", "epoch", "batch", "tokens", "seconds", "best", "stale", "evaluated", "skipped", "evaluation", "identity"),
+    *("best_evaluation", "base_shards", "shards"),
 )
 
 
@@ -40,6 +41,10 @@ class TrainState:
     weights: dict[str, Tensor]  # float32
     average: dict[str, Tensor]  # float32
     optimiser: dict[str, Tensor]
+    best_weights: dict[str, Tensor]  # the average at the best evaluation; empty unless the run may stop early
+    best_evaluation: dict[str, Any]
+    base_shards: int  # that the vocabulary and the held-out rows were chosen from
+    shards: int  # that this epoch's rows come from
 
 
 def save_state(directory: Path, state: TrainState) -> None:
@@ -48,7 +53,9 @@ def save_state(directory: Path, state: TrainState) -> None:
     if final.exists():
         return
     with new_directory(final) as temporary:
-        for name, tensors in zip(_FILES, (state.weights, state.average, state.optimiser), strict=True):
+        for name, tensors in zip(
+            _FILES, (state.weights, state.average, state.optimiser, state.best_weights), strict=True
+        ):
             # As bytes: safetensors' own file writer hides a full disk in an error of its own kind.
             (temporary / name).write_bytes(save({key: value.contiguous() for key, value in tensors.items()}))
         meta = {name: getattr(state, name) for name in _META}
@@ -73,15 +80,28 @@ def load_state(directory: Path) -> TrainState | None:
                     raise DraftError(
                         f"{path / name} was cut short or altered: its sha256 is not the recorded one; {advice}"
                     )
-            weights, average, optimiser = (load_file(path / name) for name in _FILES)
+            weights, average, optimiser, best_weights = (load_file(path / name) for name in _FILES)
         return TrainState(
             weights=weights,
             average=average,
             optimiser=optimiser,
+            best_weights=best_weights,
             **{name: value[name] for name in _META},
         )
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DraftError(f"{path} is not a checkpoint that can be continued ({error}); {advice}") from error
+
+
+def shards_used(directory: Path) -> tuple[int, int] | None:
+    """`base_shards` and `shards` of the newest checkpoint; None when there is none (or none that can be read)."""
+    found = _checkpoints(directory)
+    if not found:
+        return None
+    try:
+        value = json.loads((found[-1] / _STATE).read_text(encoding="utf-8"))
+        return int(value["base_shards"]), int(value["shards"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # `load_state` says in one line what is wrong with it
 
 
 def require_same_run(state: TrainState, identity: dict[str, Any], directory: Path) -> None:

@@ -87,13 +87,15 @@ class Plan:
     @classmethod
     def make(cls, drafting: Drafting, emitted: Tensor, limit: int | None) -> "Plan":
         """The plan where `emitted` [N] tokens came before each place, and `limit` may."""
-        budgets = torch.full_like(emitted, drafting.nodes)
-        if limit is not None:
-            budgets = torch.minimum(budgets, (limit - emitted - 1).clamp(min=0))
-        shapes = [TreeShape.for_budget(b, chain=drafting.chain) for b in range(drafting.nodes + 1)[1:]]
-        depths = torch.tensor([0, *(shape.depth for shape in shapes)])[budgets]
-        beams = torch.tensor([0, *(shape.beam for shape in shapes)])[budgets]
-        return cls(name=drafting.name, budgets=budgets, depths=depths, beams=beams)
+        shape = TreeShape.for_budget(drafting.nodes, chain=drafting.chain)
+        levels = torch.full_like(emitted, shape.depth)
+        if (
+            limit is not None
+        ):  # the runtime caps the levels; a chain's nodes with them, a tree's only where none is left
+            levels = torch.minimum(levels, (limit - emitted - 1).clamp(min=0))
+        budgets = levels if drafting.chain else torch.where(levels > 0, drafting.nodes, 0)
+        beams = torch.where(levels > 0, shape.beam, 0)
+        return cls(name=drafting.name, budgets=budgets, depths=levels, beams=beams)
 
     def to(self, device: torch.device) -> "Plan":
         """The same on a device."""

@@ -89,6 +89,9 @@ class TrainSettings:
     warm_start: bool = True  # from the target's last blocks
     seed: int = 0
 
+    # data that is still being written
+    follow: bool = False  # at an epoch's end, rows of shards written since join in
+
     # machine and reporting
     arithmetic: Literal["bf16", "fp32"] = "bf16"  # of the matrices; master weights and optimiser are float32
     device: str = "auto"  # torch's name; "auto" is a GPU where there is one
@@ -166,6 +169,16 @@ _CHOICES = {
     "arithmetic": ("bf16", "fp32"),
 }
 _FREE = frozenset(
-    {"minutes", "steps", "patience", "device", "threads", "evaluate_every", "evaluate_tokens", "replay_tokens"}
+    {
+        "minutes",
+        "steps",
+        "patience",
+        "follow",
+        "device",
+        "threads",
+        "evaluate_every",
+        "evaluate_tokens",
+        "replay_tokens",
+    }
     | {"log_every", "checkpoint_minutes"}
 )

@@ -12,7 +12,7 @@ from elsi_edge.artifacts import DraftConfig
 from elsi_edge.draft.curves import LOG as LOG
 from elsi_edge.draft.data import ShardSet
 from elsi_edge.draft.report import Reporter, Silent
-from elsi_edge.draft.resume import clear
+from elsi_edge.draft.resume import clear, shards_used
 from elsi_edge.draft.settings import TrainSettings
 from elsi_edge.draft.source import read_source
 from elsi_edge.draft.structure import build, own_device, pick_device
@@ -46,7 +46,9 @@ def train(
     that do not fit), ProviderError (a device that is not there), StorageError.
     """
     group = group or processes()
-    data = ShardSet(shards, taps=settings.taps, max_length=settings.max_length)
+    # A run goes on from the shards that it began with: its vocabulary and its held-out rows were chosen from them.
+    base, joined = (None if fresh else shards_used(out)) or (None, None)
+    data = ShardSet(shards, taps=settings.taps, max_length=settings.max_length, shards=base)
     made_from = data.manifest.target_fingerprint
     if target_fingerprint and target_fingerprint != made_from:
         raise DataError(
@@ -65,4 +67,4 @@ def train(
     source = read_source(model_directory, data.manifest.shape)
     structure = build(data, source, settings, device, init=init)
     with stop_requests() as stopped:
-        return Trainer(data, structure, out, settings, reporter or Silent(), group).run(stopped)
+        return Trainer(data, structure, out, settings, reporter or Silent(), group, joined).run(stopped)

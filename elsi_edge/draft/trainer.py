@@ -15,7 +15,8 @@ from elsi_edge.artifacts import DraftConfig
 from elsi_edge.draft import curves
 from elsi_edge.draft.checkpoint import save_draft
 from elsi_edge.draft.data import Row, ShardSet, epoch_batches
-from elsi_edge.draft.evaluate import CHAIN, Evaluation, evaluate, replayed_tau
+from elsi_edge.draft.evaluate import CHAIN
+from elsi_edge.draft.judge import Judge
 from elsi_edge.draft.loss import batch_loss, kept_mass
 from elsi_edge.draft.optimiser import (
     MovingAverage,
@@ -25,10 +26,10 @@ from elsi_edge.draft.optimiser import (
     restore_optimisers,
 )
 from elsi_edge.draft.provenance import provenance
-from elsi_edge.draft.replay import greedy
 from elsi_edge.draft.report import Reporter, Silent
 from elsi_edge.draft.resume import TrainState, copy_weights, load_state, require_same_run, save_state
 from elsi_edge.draft.settings import TrainSettings
+from elsi_edge.draft.shards import ShardManifest
 from elsi_edge.draft.sharing import deal, sum_gradients
 from elsi_edge.draft.structure import Structure
 from elsi_edge.draft.unroll import PackedBatch
@@ -49,7 +50,9 @@ class Trainer:
         settings: TrainSettings,
         reporter: Reporter,
         group: Processes,
+        joined: int | None = None,
     ) -> None:
+        """`joined`: shards that a run to continue had taken in, where more than those in `data`."""
         self.data, self.structure, self.out, self.settings = data, structure, out, settings
         self.group, self.first = group, group.rank == 0
         self.reporter: Reporter = reporter if self.first else Silent()
@@ -57,16 +60,14 @@ class Trainer:
         self.device = self.ids.device
         self.dtype = torch.bfloat16 if settings.arithmetic == "bf16" else torch.float32
         self.train_rows, held_out = data.split()
+        self.base_shards = len(data.manifest.shards)
         self.optimisers = make_optimisers(self.network, settings)
         self.average = MovingAverage(self.network, settings.ema)
-        self.step = self.epoch = self.next_batch = self.tokens = self.stale = self.skipped = 0
+        self.step = self.epoch = self.next_batch = self.tokens = self.skipped = 0
         self.seconds = 0.0  # of earlier sittings
-        self.best, self.evaluated = -1.0, -1  # best held-out agreement; step of the last evaluation
         self._drawn = -1  # step of the last evaluation that the curves show
-        self.evaluation: Evaluation | None = None
-        parts = self._held_out_rows(held_out)
-        self._held_out = [self._pack(rows, CHAIN) for rows in parts[group.rank :: group.count]]
-        self._replayed = _up_to(greedy(held_out), settings.replay_tokens)
+        self.judge = Judge(data, held_out, self.ids, settings, self.dtype, group)
+        self._join(joined)
         if structure.notes:
             self.reporter.note(f"not taken over: {'; '.join(structure.notes)}")
         share = data.manifest.answer_tokens / max(1, data.manifest.tokens)
@@ -79,14 +80,14 @@ class Trainer:
     def run(self, stopped: threading.Event) -> DraftConfig:
         """Train until the budget is used; save, evaluate and log on the way."""
         self._started = self._saved = time.monotonic()
-        if self.evaluated < 0:
+        if self.judge.evaluated < 0:
             self._evaluate()
         share, _, _ = self._agree(stopped)
-        while share < 1.0 and not self._worn_out():
+        while share < 1.0 and not self.judge.worn_out():
             steps_before, whole = self.step, self.next_batch == 0
             for rows in self._remaining_batches():
                 self._train_step(rows, share)
-                if self.step != self.evaluated and self.step % self.settings.evaluate_every == 0:
+                if self.step != self.judge.evaluated and self.step % self.settings.evaluate_every == 0:
                     self._evaluate()
                 self.reporter.advance(max(0.0, min(1.0, self._progress()) - share))
                 share, save, stop = self._agree(stopped)
@@ -94,14 +95,14 @@ class Trainer:
                     self._save()
                 if stop:
                     raise KeyboardInterrupt
-                if share >= 1.0 or self._worn_out():
+                if share >= 1.0 or self.judge.worn_out():
                     break
             if whole and self.step == steps_before and share < 1.0:  # a resumed run may begin at an epoch's end
                 raise DataError(
                     f"{self.data.directory}: none of {self.skipped} batches had an answer token to train on; raise the "
                     f"length limit of {self.settings.max_length} tokens, or distill again"
                 )
-        if self.evaluated != self.step:
+        if self.judge.evaluated != self.step:
             self._evaluate()
         return self._save()
 
@@ -112,10 +113,6 @@ class Trainer:
         share, due = self.group.from_first((self._progress(), due))
         return share, due, bool(flag > 0)
 
-    def _worn_out(self) -> bool:
-        """Whether held-out agreement has not risen for as many evaluations as patience allows."""
-        return 0 < self.settings.patience <= self.stale
-
     def _remaining_batches(self) -> Iterator[list[Row]]:
         """The rest of this epoch, then step to the next one."""
         settings = self.settings
@@ -124,6 +121,15 @@ class Trainer:
             self.next_batch += 1
             yield batches[self.next_batch - 1]
         self.epoch, self.next_batch = self.epoch + 1, 0
+        if self.settings.follow:
+            self._join(self.group.from_first(len(ShardManifest.load(self.data.directory).shards)))
+
+    def _join(self, shards: int | None) -> None:
+        """Train on the first `shards` shards, those written since included."""
+        if shards is not None and shards > len(self.data.manifest.shards):
+            rows = self.data.grow(shards)
+            self.train_rows += rows
+            self.reporter.note(f"epoch {self.epoch}: {len(rows)} conversations joined, {len(self.train_rows)} in all")
 
     def _train_step(self, rows: list[Row], progress: float) -> None:
         settings, group = self.settings, self.group
@@ -196,35 +202,15 @@ class Trainer:
     def _pack(self, rows: list[Row], steps: int) -> PackedBatch:
         return self.data.batch(rows, steps).to(self.device)
 
-    def _held_out_rows(self, held_out: list[Row]) -> list[list[Row]]:
-        batches = epoch_batches(held_out, budget=self.settings.batch_tokens, seed=0, epoch=0)
-        kept: list[list[Row]] = []
-        tokens = 0
-        for rows in batches:
-            if kept and tokens >= self.settings.evaluate_tokens:
-                break
-            kept.append(rows)
-            tokens += sum(row.length for row in rows)
-        return kept
-
     def _evaluate(self) -> None:
-        trained = {name: weight.detach().clone() for name, weight in self.network.named_parameters()}
-        copy_weights(self.network, self.average.weights)
-        result = evaluate(self.network, self._held_out, self.ids, self.dtype, self.group)
-        if self._replayed:
-            tau, answers = replayed_tau(self.network, self.data, self._replayed, self.ids, self.group)
-            result = replace(result, tau=tau, replayed=answers)
-        copy_weights(self.network, trained)
-        self.evaluation, self.evaluated = result, self.step
-        self.stale = 0 if result.score > self.best else self.stale + 1
-        self.best = max(self.best, result.score)
+        result = self.judge.judge(self.network, self.average, self.step)
         self._log(**result.plain())
         steps = " ".join(f"{value:.3f}" for value in result.agreement)
         taus = ", ".join(f"{name.replace('-', ' of ')} {value:.3f}" for name, value in result.tau.items())
         taus = taus or f"chain of {CHAIN} {result.tau_chain4:.3f}"
         self.reporter.note(f"step {self.step}: agreement {steps}; tau {taus}")
-        if self._worn_out():
-            self.reporter.note(f"stops: agreement did not rise in {self.stale} evaluations")
+        if self.judge.worn_out():
+            self.reporter.note(f"stops: agreement did not rise in {self.judge.stale} evaluations")
 
     def _log(self, **values: Any) -> None:
         if self.first:
@@ -240,28 +226,27 @@ class Trainer:
                 batch=self.next_batch,
                 tokens=self.tokens,
                 seconds=self._elapsed(),
-                best=self.best,
-                stale=self.stale,
-                evaluated=self.evaluated,
                 skipped=self.skipped,
-                evaluation={} if self.evaluation is None else self.evaluation.plain(),
+                base_shards=self.base_shards,
+                shards=len(self.data.manifest.shards),
                 identity=self._identity(),
                 weights={name: weight.detach().cpu() for name, weight in self.network.named_parameters()},
                 average={name: weight.cpu() for name, weight in self.average.weights.items()},
                 optimiser=optimiser_tensors(self.network, self.optimisers),
+                **self.judge.standing(),
             )
             save_state(self.out, state)
             training = provenance(
                 self.data, len(self.train_rows), self.structure, self.settings,
                 minutes=state.seconds / 60, steps=self.step, tokens=self.tokens, skipped=self.skipped,
-                processes=self.group.count, evaluation=state.evaluation,
+                processes=self.group.count, evaluation=state.best_evaluation or state.evaluation,
             )  # fmt: skip
-            tensors = {name: weight.numpy() for name, weight in state.average.items()}
+            tensors = {name: weight.numpy() for name, weight in (state.best_weights or state.average).items()}
             ids = self.structure.vocab.draft_to_target_ids
             config = save_draft(self.out, replace(config, training=training), tensors, ids)
-            if self._drawn != self.evaluated:
+            if self._drawn != self.judge.evaluated:
                 curves.draw(self.out)
-                self._drawn = self.evaluated
+                self._drawn = self.judge.evaluated
         self._saved = time.monotonic()
         saved: DraftConfig = self.group.from_first(config)
         return saved
@@ -279,29 +264,17 @@ class Trainer:
         restore_optimisers(self.network, self.optimisers, state.optimiser)
         self.step, self.epoch, self.next_batch = state.step, state.epoch, state.batch
         self.tokens, self.seconds, self.skipped = state.tokens, state.seconds, state.skipped
-        self.best, self.stale, self.evaluated = state.best, state.stale, state.evaluated
-        if state.evaluation:
-            self.evaluation = Evaluation(**{**state.evaluation, "agreement": tuple(state.evaluation["agreement"])})
+        self.judge.restore(state, self.device)
         if self.first:
             curves.cut_log(self.out, self.step)
         self.reporter.note(f"continues at step {self.step} ({self.seconds / 60:.1f} minutes)")
 
     def _identity(self) -> dict[str, Any]:
         """Not the number of processes: another one changes no batch, only the order of sums."""
-        hashes = "".join(shard.sha256 for shard in self.data.manifest.shards)
+        hashes = "".join(shard.sha256 for shard in self.data.manifest.shards[: self.base_shards])
         return {
             **self.settings.identity(),
             "shards": hashlib.sha256(hashes.encode()).hexdigest(),
             "draft_to_target": self.structure.vocab.sha256,
             "init": self.structure.init_sha256,
         }
-
-
-def _up_to(rows: list[Row], tokens: int) -> list[Row]:
-    """The first rows whose answers come to `tokens` tokens."""
-    kept: list[Row] = []
-    for row in rows:
-        if sum(r.records for r in kept) >= tokens:
-            break
-        kept.append(row)
-    return kept

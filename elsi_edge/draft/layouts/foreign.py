@@ -1,6 +1,5 @@
 """The `config.json` of another tool's EAGLE-3 draft, checked for what our network computes."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from elsi_edge.draft.layouts.spec import LAYOUTS, Layout
 from elsi_edge.errors import DraftError
-from elsi_edge.fsio import storage_errors
+from elsi_edge.fsio import read_json_object
 
 # What a Llama configuration means where it leaves a key out; the speculators library leaves out what is so.
 _DEFAULTS: Mapping[str, Any] = {
@@ -59,7 +58,9 @@ class ForeignConfig:
 
 def read_config(path: Path) -> ForeignConfig:
     """Read and check a configuration. Raises DraftError naming the key that our network cannot follow."""
-    value = _json(path)
+    if not path.is_file():
+        raise DraftError(f"{path.parent} holds no draft of another tool ({path.name} is missing)")
+    value = read_json_object(path, DraftError, remedy="download the draft again")
     layout = _layout(value, path)
     nested = layout.name == "speculators"
     block = value.get("transformer_layer_config", {}) if nested else value
@@ -88,19 +89,6 @@ def read_config(path: Path) -> ForeignConfig:
         unclear_ids=None if nested else _ids(value.get("eagle_aux_hidden_state_layer_ids"), path),
         verifier=_verifier(value),
     )
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        raise DraftError(f"{path.parent} holds no draft of another tool ({path.name} is missing)")
-    try:
-        with storage_errors(path):
-            value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DraftError(f"{path} is not JSON ({error}); download the draft again") from error
-    if not isinstance(value, dict):
-        raise DraftError(f"{path} holds no JSON object")
-    return value
 
 
 def _layout(value: Mapping[str, Any], path: Path) -> Layout:

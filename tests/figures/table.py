@@ -1,0 +1,150 @@
+"""The table that answers the paper: a draft per rule of layer selection, trained alike, and what the target accepts of it.
+
+    python -m tests.figures.table WORK --train-shards DIR --dev-shards DIR --prompts spec_bench_dev.jsonl \
+        [--steps 700] [--lanes 2] [--stages train,replay,sample,report] [--out docs/figures/table.json]
+
+Same data, steps and settings for every rule; only the taps, and with them the projection, differ. Every stage goes on from
+what WORK holds, so that the command may be cut and given again. The shards must hold every tap named below
+(`elsi-edge distill --taps`), the dev shards the target's greedy answers.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elsi_edge.draft.checkpoint import load_draft
+from elsi_edge.fsio import write_json
+
+MODEL = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A rule of layer selection and what it picked."""
+
+    name: str
+    taps: str  # as `elsi-edge train --taps` takes them
+    seeds: int = 1
+
+    def runs(self) -> list[tuple[str, int]]:
+        """Names of its training runs, with their seeds."""
+        plain = self.name.replace(" ", "-").replace("=", "")
+        return [(f"{plain}-s{seed}", seed) for seed in range(self.seeds)]
+
+
+# Picks of `elsi-edge calibrate smollm2-135m-instruct`, on the target's answers to the 256 built-in prompts (docs/calibration.md).
+RULES = (
+    Rule(name="elsi m=1", taps="27", seeds=3),
+    Rule(name="eagle3", taps="2,15,27", seeds=3),
+    Rule(name="low-entropy m=1", taps="1", seeds=3),
+    Rule(name="elsi m=3", taps="18,27,29"),
+    Rule(name="eagle2", taps="final-norm"),
+    Rule(name="elsi-c m=3", taps="7,18,29"),
+    Rule(name="elsi m=2", taps="7,29"),
+    Rule(name="low-entropy m=3", taps="1,2,30"),
+    Rule(name="probe m=1", taps="28"),
+)
+
+
+def main() -> None:
+    """Run the stages asked for."""
+    options = _options()
+    stages = options.stages.split(",")
+    if "train" in stages:
+        _train(options)
+    finished = [name for name, _ in _in_order(RULES) if _is_done(options.work / name)]
+    if "replay" in stages:
+        _replay(options, finished)
+    if "report" in stages:
+        write_json(options.out, _gather(options, finished))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--train-shards", type=Path, required=True)
+    parser.add_argument("--dev-shards", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True, help="Spec-Bench's layout; names the categories")
+    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--lanes", type=int, default=2, help="runs side by side, each on one thread")
+    parser.add_argument("--flags", default="", help="more of `elsi-edge train`, the same for every rule")
+    parser.add_argument("--stages", default="train,replay,report")
+    parser.add_argument("--out", type=Path, default=Path("docs/figures/table.json"))
+    return parser.parse_args()
+
+
+def _in_order(rules: Sequence[Rule]) -> list[tuple[str, tuple[Rule, int]]]:
+    """Every run: first seeds first, so that a table cut short has every rule."""
+    runs = [(name, (rule, seed)) for rule in rules for name, seed in rule.runs()]
+    return sorted(runs, key=lambda run: run[1][1])
+
+
+def _is_done(directory: Path) -> bool:
+    return (directory / "finished").is_file()
+
+
+# --- train -----------------------------------------------------------------------------------------------------------
+
+
+def _train(options: argparse.Namespace) -> None:
+    left = [(name, *run) for name, run in _in_order(RULES) if not _is_done(options.work / name)]
+    with ThreadPoolExecutor(options.lanes) as lanes:
+        for done in [lanes.submit(_train_one, options, *run) for run in left]:
+            done.result()
+
+
+def _train_one(options: argparse.Namespace, name: str, rule: Rule, seed: int) -> None:
+    directory = options.work / name
+    directory.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "elsi_edge", "train", MODEL, "--shards", str(options.train_shards)]
+    command += ["--out", str(directory), "--taps", rule.taps, "--seed", str(seed), "--steps", str(options.steps)]
+    command += ["--threads", "1", *options.flags.split()]
+    with (directory / "train.txt").open("a") as log:
+        subprocess.run(command, check=True, stdout=log, stderr=log)
+    (directory / "finished").touch()
+
+
+# --- replay ----------------------------------------------------------------------------------------------------------
+
+
+def _replay(options: argparse.Namespace, finished: Sequence[str]) -> None:
+    """Exact replay at T = 0, a file per draft."""
+    with ThreadPoolExecutor(options.lanes) as lanes:
+        for done in [lanes.submit(_replay_one, options, name) for name in finished]:
+            done.result()
+
+
+def _replay_one(options: argparse.Namespace, name: str) -> None:
+    directory = options.work / name
+    command = [sys.executable, "-m", "tests.figures.replay", str(directory), str(options.dev_shards)]
+    command += ["--prompts", str(options.prompts), "--out", str(directory / "replay.json"), "--threads", "1"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def _gather(options: argparse.Namespace, finished: Sequence[str]) -> dict[str, Any]:
+    """One object: how the drafts were trained, and by run its taps, size, agreement and tau."""
+    runs: dict[str, Any] = {}
+    for name in finished:
+        directory = options.work / name
+        training = load_draft(directory).config.training
+        replayed = directory / "replay.json"
+        figures = json.loads(replayed.read_text())[str(directory)] if replayed.is_file() else {}
+        rule, seed = next(run for other, run in _in_order(RULES) if other == name)
+        runs[name] = {
+            "rule": rule.name, "taps": rule.taps, "seed": seed, "size": training.get("size"),
+            "evaluation": training.get("evaluation"), "tau": figures.get("tau"), "rows": figures.get("rows"),
+        }  # fmt: skip
+    return {"model": MODEL, "steps": options.steps, "flags": options.flags, "runs": runs}
+
+
+if __name__ == "__main__":
+    main()
