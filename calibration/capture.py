@@ -23,7 +23,17 @@ from elsi_edge.weights import list_tensors
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PromptStates", "Stack", "capture", "find_stack", "load_target", "plan_batches", "torch_threads"]
+__all__ = [
+    "Opened",
+    "PromptStates",
+    "Stack",
+    "capture",
+    "find_stack",
+    "load_target",
+    "open_model",
+    "plan_batches",
+    "torch_threads",
+]
 
 # safetensors' name to torch's. float16 is read as float32: Gemma's states pass 65,504, its largest number.
 _READ_AS = {"BF16": "bfloat16", "F32": "float32", "F16": "float32", "F64": "float32"}
@@ -97,8 +107,31 @@ def plan_batches(lengths: Sequence[int], *, tokens: int) -> list[list[int]]:
     return batches
 
 
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A model whose blocks and output head were found, which takes several forward passes: once for all passes."""
+
+    model: "torch.nn.Module"
+    stack: Stack
+    head: heads.Head | None  # None where only whole logits are right
+
+
+def open_model(model: "torch.nn.Module", prompts: Sequence[Sequence[int]], *, blocks: int | None = None) -> Opened:
+    """Find a model's blocks and check its output head on a few tokens of the longest of `prompts`.
+
+    Raises ModelError for a model without a recognisable stack, with another number of blocks than `blocks`, its
+    configuration's, or that is not causal.
+    """
+    stack = find_stack(model)
+    if blocks is not None and len(stack.blocks) != blocks:
+        raise ModelError(
+            f"{type(model).__name__}: {len(stack.blocks)} decoder blocks are called, its configuration says {blocks}"
+        )
+    return Opened(model=model, stack=stack, head=heads.open_head(model, max(prompts, key=len)))
+
+
 def capture(
-    model: "torch.nn.Module",
+    target: "torch.nn.Module | Opened",
     prompts: Sequence[Sequence[int]],
     *,
     blocks: int | None = None,
@@ -111,8 +144,7 @@ def capture(
     padded on the right, where causal attention cannot see it, so batching changes results by rounding alone. Beside
     the model's own forward pass, memory goes to the states of one batch, float32 [taps, positions, E], and to the
     logits of a few hundred positions.
-    Raises DataError for a prompt without tokens, ModelError for a model without a recognisable stack, with another
-    number of blocks than `blocks`, its configuration's, or that is not causal.
+    Raises DataError for a prompt without tokens, ModelError as `open_model` does.
     """
     import torch
 
@@ -121,12 +153,8 @@ def capture(
             raise DataError(f"prompt {index + 1} of {len(prompts)} has no tokens; remove it")
     if not prompts:
         return
-    stack = find_stack(model)
-    if blocks is not None and len(stack.blocks) != blocks:
-        raise ModelError(
-            f"{type(model).__name__}: {len(stack.blocks)} decoder blocks are called, its configuration says {blocks}"
-        )
-    head = heads.open_head(model, max(prompts, key=len))
+    opened = target if isinstance(target, Opened) else open_model(target, prompts, blocks=blocks)
+    model, stack, head = opened.model, opened.stack, opened.head
     limit = batch_tokens
     if head is None:  # whole logits are made, so that fewer positions go at a time
         vocab = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]

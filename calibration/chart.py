@@ -88,7 +88,7 @@ def save_wave(selection: LayerSelection, path: Path) -> None:
 
     def draw(axes: Any) -> None:
         plots.draw_wave(selection, axes, selection.settings.get("final_norm_entropy"))
-        axes.set_title(f"{selection.model}: {selection.method}, {selection.describe()}")
+        axes.set_title(f"{selection.model}: {words.method(selection)}, {selection.describe()}")
         axes.legend()
 
     fsio.write_bytes(path, plots.picture(draw, height=3.2, kind=path.suffix.lower().lstrip(".")))
@@ -102,7 +102,10 @@ def summary(analysis: Analysis, width: int = 80, ascii_only: bool = False) -> st
     selection = analysis.selection
     lines = wave(selection, width=width, ascii_only=ascii_only).splitlines()
     nats = "" if selection.joint_entropy is None else f", {words.number(selection.joint_entropy)} nats"
-    lines += ["", *_wrapped([f"Pick ({selection.method}, m = {selection.m}): {selection.describe()}{nats}"], width, 3)]
+    lines += [
+        "",
+        *_wrapped([f"Pick ({words.method(selection)}, m = {selection.m}): {selection.describe()}{nats}"], width, 3),
+    ]
     text = "answers of the target" if selection.settings.get("text") == "answers" else "prompts"
     lines += _wrapped(
         [f"measured on {selection.prompts} {text}, {selection.tokens} positions kept ({selection.keep:.0%} of each)"],

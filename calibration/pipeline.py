@@ -15,7 +15,7 @@ from elsi_edge.calibration import cost, parallel, probing, rules, variance
 from elsi_edge.calibration.analysis import Analysis
 from elsi_edge.calibration.checkpoint import Checkpoint
 from elsi_edge.calibration.cka import compartments, linear_cka
-from elsi_edge.calibration.measure import DIGITS, Measured, Plan, measure
+from elsi_edge.calibration.measure import DIGITS, Measured, measure
 from elsi_edge.calibration.probe import held_out
 from elsi_edge.calibration.rendering import Rendered, render
 from elsi_edge.calibration.settings import CalibrationSettings, Note, Progress, no_note, no_progress
@@ -27,6 +27,7 @@ from elsi_edge.calibration.statistics import (
     centred,
     spectrum_entropy,
 )
+from elsi_edge.calibration.sums import Plan
 from elsi_edge.calibration.verdict import verdict
 from elsi_edge.errors import DataError
 from elsi_edge.models import SourceModel
@@ -94,14 +95,15 @@ def analyse(
         started = time.monotonic()
         target = capture.load_target(model.directory, device=device)
         loaded = time.monotonic()
-        measured = measure(target, rendered, plan, settings, progress, store, group, stop)
+        opened = capture.open_model(target, rendered.ids, blocks=blocks)
+        measured = measure(opened, rendered, plan, settings, progress, store, group, stop)
         streamed = time.monotonic()
         conclusion = _Conclusion(model, prompts, settings, rendered, measured, m)
         conclusion.choose(progress)
         chosen = time.monotonic()
         probe = {}
         if settings.probe:
-            probe = probing.check(target, rendered, plan, measured, conclusion.named_sets(), settings, progress, stop)
+            probe = probing.check(opened, rendered, plan, measured, conclusion.named_sets(), settings, progress, stop)
         checked = time.monotonic()
     seconds = {
         "load": loaded - started,
@@ -133,16 +135,20 @@ class _Conclusion:
     def choose(self, progress: Progress) -> None:
         """Run every rule, and take the settings' own."""
         sample = self._measured.sums.reservoir.sample()
-        how = self._settings.normalisation
-        self._normalisations: dict[str, tuple[float, ...]] = {
-            name: tuple(round(v, DIGITS) for v in parallel.spread(partial(_tap_entropy, name), list(sample.states)))
-            for name in NORMALISATIONS
-        }
-        mean = sample.states.mean(axis=1, keepdims=True) if how == "raw" else None
-        centre_in_place(sample.states, "centered" if how == "raw" else how)  # CKA is of centred rows
-        self._cka = linear_cka(sample.states, debiased=self._settings.debiased_cka)
-        half = np.sort(sample.order[: max(4, len(sample.order) // 2)])
-        half_cka = linear_cka(sample.states[:, half], debiased=self._settings.debiased_cka)
+        how, debiased = self._settings.normalisation, self._settings.debiased_cka
+        self._normalisations: dict[str, tuple[float, ...]] = {}
+        with progress("compare taps", len(NORMALISATIONS) + 2.0, "steps") as bar:
+            for name in NORMALISATIONS:
+                found = parallel.spread(partial(_tap_entropy, name), list(sample.states))
+                self._normalisations[name] = tuple(round(v, DIGITS) for v in found)
+                bar.advance(1)
+            mean = sample.states.mean(axis=1, keepdims=True) if how == "raw" else None
+            centre_in_place(sample.states, "centered" if how == "raw" else how)  # CKA is of centred rows
+            self._cka = linear_cka(sample.states, debiased=debiased)
+            bar.advance(1)
+            half = np.sort(sample.order[: max(4, len(sample.order) // 2)])
+            half_cka = linear_cka(sample.states[:, half], debiased=debiased)
+            bar.advance(1)
         self._cka_change = float(np.abs(self._cka - half_cka).max())
         self._compartments = compartments(self._cka)
         if mean is not None:
@@ -158,7 +164,7 @@ class _Conclusion:
     def analysis(self, probe: dict[str, Any], seconds: dict[str, float]) -> Analysis:
         """All of it, frozen."""
         found, measured = self._rules, self._measured
-        if probe:
+        if "agreement" in probe:
             agreement = probe["agreement"][1:]
             order = {
                 how: round(variance.spearman(agreement, values[1:]), 3) for how, values in self._normalisations.items()
@@ -233,9 +239,13 @@ class _Conclusion:
         wins = measured.resampled.wins(seed=self._settings.seed, eligible=eligible)
         pick = measured.settling[-1].tap
         look = outlook(measured.settling)
-        stable, text = describe(wins, pick, len(self._prompts), look)
+        chosen = self._rules.taps == (pick,) and self._settings.method != "eagle2"
+        stable, text = describe(wins, pick, len(self._prompts), look, chosen=chosen)
         if self._settings.until_stable:
             text = text.replace("more prompts may settle it (--until-stable)", "all prompts are used up; give more")
+        taps = self._rules.taps
+        if (share := {tuple(w["taps"]): w["share"] for w in self._rules.set_wins}.get(taps)) is not None:
+            text += f" The chosen set {list(taps)} wins {share:.0%} of the draws against the sets nearest to it."
         return {
             "extrapolated_tap": None if look is None else look.limit,
             "extrapolated": [] if look is None else list(look.entropy),

@@ -82,9 +82,21 @@ def eagle3_lines(axes: Any, analysis: Analysis) -> None:
         axes.axvline(tap, color=GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0.5, label=label)
 
 
+def compartments_of(analysis: Analysis) -> tuple[tuple[int, ...], ...]:
+    """Regions of like taps that are worth showing: none where there is one, or too few positions to tell them apart."""
+    found = analysis.selection.compartments
+    return found if len(found) > 1 and analysis.cka_rows >= analysis.selection.width else ()
+
+
 def compartment_shades(axes: Any, analysis: Analysis) -> None:
     """Every second compartment in a light shade."""
-    for index, (first, last) in enumerate(analysis.selection.compartments):
+    for index, (first, last) in enumerate(compartments_of(analysis)):
         if index % 2 == 0:
             label = "every second compartment" if index == 0 else "_nolegend_"
             axes.axvspan(first - 0.5, last + 0.5, color=LIGHT, linewidth=0, zorder=0, label=label)
+
+
+def single_tap_pick(analysis: Analysis) -> bool:
+    """Whether what single taps win is the selection itself, and not a set or another rule's tap."""
+    last = analysis.settling[-1].tap if analysis.settling else None
+    return chosen_of(analysis.selection) == (last,)

@@ -16,6 +16,7 @@ from elsi_edge.calibration import plot_style as style
 from elsi_edge.calibration.analysis import Analysis
 from elsi_edge.calibration.plot_style import measured, numbers
 from elsi_edge.calibration.plots_maps import cka_map, partner_gains, probe_against_entropy
+from elsi_edge.calibration.words import method
 from elsi_edge.errors import MissingExtraError
 
 Draw = Callable[[Analysis, Any], None]
@@ -68,7 +69,7 @@ def entropy_wave(analysis: Analysis, axes: Any) -> None:
     style.compartment_shades(axes, analysis)
     style.eagle3_lines(axes, analysis)
     draw_wave(selection, axes, analysis.final_norm_entropy)
-    axes.set_title(f"{selection.method}: {selection.describe()}")
+    axes.set_title(f"{method(selection)}: {selection.describe()}")
     _legend_below(axes)
 
 
@@ -77,21 +78,22 @@ def normalisations(analysis: Analysis, axes: Any) -> None:
     looks = {"unit": ("-", "unit: rows scaled, then centred"), "centered": ("--", "centered: not scaled, centred"),
              "raw": (":", "raw: neither scaled nor centred")}  # fmt: skip
     curves = {name: numbers(analysis.normalisations[name]) for name in looks if name in analysis.normalisations}
-    count, top = 1, 0.0
+    count, top, size = 1, 0.0, 9.0
     for (name, entropy), colour, mark in zip(curves.items(), style.SERIES, style.MARKERS, strict=False):
         if not measured(entropy):
             continue
         count, top = len(entropy), max(top, float(np.nanmax(entropy)))
         line, label = looks[name]
+        if measured(entropy[1:]):  # its number stands in the legend: beside the circle it would lie on other curves
+            peak = 1 + int(np.nanargmax(entropy[1:]))
+            axes.plot([peak], [entropy[peak]], "o", color=colour, markersize=size, markeredgewidth=1.5,
+                      fillstyle="none")  # fmt: skip
+            label += f"\nhighest at tap {peak}"
+            size += 5.0  # where curves share their highest tap the circles lie around each other
         axes.plot(range(count), entropy, linestyle=line, marker=mark, markersize=style.mark_size(count) - 0.5,
                   color=colour, linewidth=1.4, label=label)  # fmt: skip
-        if measured(entropy[1:]):
-            peak = 1 + int(np.nanargmax(entropy[1:]))
-            axes.plot([peak], [entropy[peak]], "o", color=colour, markersize=10, markeredgewidth=1.5, fillstyle="none")
-            axes.annotate(f"tap {peak}", (peak, entropy[peak]), xytext=(0, 8), textcoords="offset points",
-                          ha="center", color=colour, fontsize=8)  # fmt: skip
     style.tap_axis(axes, count)
-    axes.set_ylim(0.0, 1.15 * top or 1.0)
+    axes.set_ylim(0.0, 1.1 * top or 1.0)
     axes.set_ylabel("matrix entropy, nats")
     axes.set_title("the same states under three normalisations; circles: each one's highest tap")
     _legend_below(axes)
@@ -154,6 +156,8 @@ def settling(analysis: Analysis, axes: Any) -> None:
         axes.xaxis.set_major_formatter(_thousands)
     axes.margins(x=0.06)
     _settling_words(steps, np.log(tokens) if spread else tokens, axes)
+    pick = "pick" if style.single_tap_pick(analysis) else "pick among single taps"
+    axes.set_title(f"the {pick}, and the share of resamples that it wins", pad=30)
     axes.set_xlabel("positions kept" + (" (logarithmic)" if spread else ""))
     axes.set_ylabel("matrix entropy, nats")
     _legend_below(axes)
@@ -171,7 +175,6 @@ def _settling_words(steps: tuple[Any, ...], places: Any, axes: Any) -> None:
         share = numbers([step.win_share])[0]
         words = f"tap {step.tap}\n" + (f"{share:.0%}" if np.isfinite(share) else "-")
         axes.text(step.tokens, 1.02, words, transform=axes.get_xaxis_transform(), ha="center", va="bottom", fontsize=8)
-    axes.set_title("the pick, and the share of resamples that it wins", pad=30)
 
 
 def wins(analysis: Analysis, axes: Any) -> None:
@@ -191,11 +194,11 @@ def wins(analysis: Analysis, axes: Any) -> None:
     style.tap_axis(axes, len(shares))
     axes.set_ylim(0, max(5.0, 130 * float(shares.max(initial=0.0))))
     axes.set_ylabel("resamples won, %")
-    axes.set_title(f"{stability.get('resamples', 0):,} resamples of the prompts")
+    single = style.single_tap_pick(analysis)
+    axes.set_title(("" if single else "single taps: ") + f"{stability.get('resamples', 0):,} resamples of the prompts")
     if chosen:
-        axes.legend(
-            handles=[Patch(color=style.VERMILLION, label="chosen"), Patch(color=style.BLUE, label="others")], loc="best"
-        )
+        names = (style.VERMILLION, "chosen" if len(chosen) == 1 else "in the chosen set"), (style.BLUE, "others")
+        axes.legend(handles=[Patch(color=colour, label=label) for colour, label in names], loc="best")
 
 
 def _thousands(value: float, _: int) -> str:
@@ -221,7 +224,7 @@ def _has_gains(analysis: Analysis) -> bool:
 FIGURES: Mapping[str, Picture] = {
     "entropy-wave": Picture(draw=entropy_wave, height=4.0, shown=lambda a: measured(a.selection.entropy)),
     "wins": Picture(draw=wins, height=2.8, shown=lambda a: measured(a.selection.stability.get("wins"))),
-    "settling": Picture(draw=settling, height=3.8, shown=lambda a: bool(a.settling)),
+    "settling": Picture(draw=settling, height=3.8, shown=lambda a: len(a.settling) > 1),
     "probe": Picture(
         draw=probe_against_entropy,
         height=4.6,

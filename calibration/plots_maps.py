@@ -1,5 +1,6 @@
 """Pictures of pairs of taps, and of the probe: see plots.py."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,12 @@ from elsi_edge.calibration import plot_style as style
 from elsi_edge.calibration.analysis import Analysis
 from elsi_edge.calibration.plot_style import FloatArray, matrix, numbers
 
-_LABEL_WIDTH, _LABEL_HEIGHT = 0.04, 0.035  # of the axes, that a number beside a point takes
+_AXES = (400.0, 235.0)  # points, about what the axes of the probe's picture measure
+_DIGIT = (4.6, 6.5)  # points, width of a digit and height of a number, at the size of the labels
+_APART = 2.5  # points, least between two numbers side by side
+_POINT = 6.0  # points, diameter of a tap's mark
+_ANGLES = tuple(np.radians((20, 340, 160, 200, 90, 270, 50, 310, 130, 230)))  # where a number may stand, best first
+_CHOSEN_RING, _BEST_RING = 12.0, 16.0  # points
 
 
 def cka_map(analysis: Analysis, axes: Any) -> None:
@@ -18,7 +24,8 @@ def cka_map(analysis: Analysis, axes: Any) -> None:
     values = matrix(analysis.cka)
     low = np.floor(10 * float(np.nanmin(values))) / 10
     image = axes.imshow(values, origin="lower", cmap="viridis", vmin=min(0.9, low), vmax=1.0, interpolation="nearest")
-    for first, last in analysis.selection.compartments:
+    regions = style.compartments_of(analysis)
+    for first, last in regions:
         side = last - first + 1
         square = Rectangle((first - 0.5, first - 0.5), side, side, fill=False, edgecolor="white", linewidth=2.2)
         axes.add_patch(square)
@@ -36,7 +43,7 @@ def cka_map(analysis: Analysis, axes: Any) -> None:
                   linestyle="none", label="chosen")  # fmt: skip
     name = f"{analysis.cka_estimator} linear CKA, {analysis.cka_rows:,} positions"
     axes.figure.colorbar(image, ax=axes, label=name, shrink=0.9)
-    axes.set_title("likeness of taps; squares: compartments")
+    axes.set_title("likeness of taps" + ("; squares: compartments" if regions else ""))
     _pair_axes(axes, len(values), "tap", "tap")
 
 
@@ -73,11 +80,13 @@ def probe_against_entropy(analysis: Analysis, axes: Any) -> None:
     final = numbers([analysis.final_norm_entropy, probe.get("final_norm")])
     if np.isfinite(final).all():
         axes.plot(final[:1], 100 * final[1:], "s", color=style.GREY, markersize=5, label="after the final norm")
-    _rings(axes, entropy, agreement, style.chosen_of(selection), 12, style.VERMILLION, "chosen")
+    _rings(axes, entropy, agreement, style.chosen_of(selection), _CHOSEN_RING, style.VERMILLION, "chosen")
     best = probe.get("best_tap")
-    _rings(axes, entropy, agreement, () if best is None else (best,), 16, style.BLUE, "probe's best")
+    _rings(axes, entropy, agreement, () if best is None else (best,), _BEST_RING, style.BLUE, "probe's best")
     _levels(axes, probe)
-    _label_points(axes, entropy, agreement, {0, len(taps) - 1, best, *selection.taps})
+    rings = dict.fromkeys(style.chosen_of(selection), _CHOSEN_RING + 1.6)
+    rings |= {} if best is None else {best: _BEST_RING + 1.6}
+    _label_points(axes, entropy, agreement, rings, {0, len(taps) - 1, best, *selection.taps})
     axes.set_xlabel("matrix entropy, nats")
     axes.set_ylabel("probe's top-1 agreement with the target, %")
     rho = numbers([probe.get("rank_correlation", {}).get(selection.settings.get("normalisation", "unit"))])[0]
@@ -102,17 +111,34 @@ def _levels(axes: Any, probe: Any) -> None:
             axes.axhline(100 * value, color=style.GREY, linewidth=1.0, linestyle=line, label=label, zorder=0.5)
 
 
-def _label_points(axes: Any, x: FloatArray, y: FloatArray, always: set[Any]) -> None:
-    """Numbers beside the points, those of `always` first; one that would cover another is left out."""
+def _label_points(axes: Any, x: FloatArray, y: FloatArray, rings: Mapping[int, float], always: set[Any]) -> None:
+    """Numbers beside the points, those of `always` first: where they touch no point, ring or other number, or not at
+    all. rings: diameter, points, of the largest ring around a tap."""
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-    named: list[tuple[float, float]] = []
-    for tap in sorted(range(len(x)), key=lambda t: (t not in always, t)):
-        if not (np.isfinite(x[tap]) and np.isfinite(y[tap])):
-            continue
-        place = (x[tap] - left) / (right - left), (y[tap] - bottom) / (top - bottom)
-        if all(abs(place[0] - u) > _LABEL_WIDTH or abs(place[1] - v) > _LABEL_HEIGHT for u, v in named):
-            named.append(place)
-            axes.annotate(str(tap), (x[tap], y[tap]), xytext=(4, 3), textcoords="offset points", fontsize=7, zorder=4)
+    seen = np.isfinite(x) & np.isfinite(y)
+    # In points, as if the axes had the size that the legend and the colour bar leave them.
+    across = np.where(seen, (x - left) / (right - left), 9.0) * _AXES[0]
+    up = np.where(seen, (y - bottom) / (top - bottom), 9.0) * _AXES[1]
+    radius = np.array([rings.get(tap, _POINT) / 2 for tap in range(len(x))])
+    named: list[tuple[float, float, float, float]] = []  # left, bottom, right, top
+    for tap in sorted(np.flatnonzero(seen).tolist(), key=lambda t: (t not in always, t)):
+        width = _DIGIT[0] * len(str(tap))
+        for angle in _ANGLES:
+            away = radius[tap] + 1.5 + 0.5 * abs(width * np.cos(angle)) + 0.5 * abs(_DIGIT[1] * np.sin(angle))
+            middle = across[tap] + away * np.cos(angle), up[tap] + away * np.sin(angle)
+            box = (middle[0] - width / 2, middle[1] - _DIGIT[1] / 2, middle[0] + width / 2, middle[1] + _DIGIT[1] / 2)
+            gap = across - np.clip(across, box[0], box[2]), up - np.clip(up, box[1], box[3])  # of each point to the box
+            inside = min(box[:2]) > 0 and box[2] < _AXES[0] and box[3] < _AXES[1]
+            free = inside and (np.hypot(*gap) >= radius).all()
+            if free and not any(_touch(box, other) for other in named):
+                named.append(box)
+                axes.annotate(str(tap), (x[tap], y[tap]), xytext=(middle[0] - across[tap], middle[1] - up[tap]),
+                              textcoords="offset points", ha="center", va="center", fontsize=7, zorder=4)  # fmt: skip
+                break
+
+
+def _touch(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return one[0] - _APART < other[2] and other[0] - _APART < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _pair_axes(axes: Any, taps: int, x: str, y: str) -> None:

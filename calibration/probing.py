@@ -6,20 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elsi_edge.calibration import probe
-from elsi_edge.calibration.measure import Measured, Plan
+from elsi_edge.calibration.measure import Measured
 from elsi_edge.calibration.rendering import Rendered
 from elsi_edge.calibration.settings import CalibrationSettings, Progress
+from elsi_edge.calibration.sums import Plan
 from elsi_edge.calibration.verdict import probe_text
 
 if TYPE_CHECKING:
-    import torch
+    from elsi_edge.calibration.capture import Opened
 
 MOST_ROWS = 8192  # held-out positions scored
 _LEAST_ROWS = 50  # under which nothing is said
 
 
 def check(
-    target: "torch.nn.Module",
+    target: "Opened",
     rendered: Rendered,
     plan: Plan,
     measured: Measured,
@@ -28,15 +29,20 @@ def check(
     progress: Progress,
     stop: threading.Event,
 ) -> dict[str, Any]:
-    """Agreement of every tap, the state after the final norm and the named sets; {} where too little was held out.
+    """Agreement of every tap, the state after the final norm and the named sets; where too little was held out only
+    "text", which says so, and the counts.
 
     Sets that the first pass did not fit are fitted in a further pass over the fitted prompts, the chosen one alone.
     """
     statistics = measured.sums.probe
     used = set(measured.used)
     scored, rows = _scored(rendered, [i for i in measured.used if i in plan.held_out])
-    if statistics is None or rows < _LEAST_ROWS or statistics.count < _LEAST_ROWS:
+    if statistics is None:
         return {}
+    if min(rows, statistics.count) < _LEAST_ROWS:
+        few = f"{rows} held-out positions" if rows < _LEAST_ROWS else f"{statistics.count} positions to fit on"
+        text = f"Probe: not scored: {few}, {_LEAST_ROWS} needed; give more prompts."
+        return {"fit_rows": statistics.count, "rows": rows, "text": text}
     taps = plan.blocks + 1
     chosen = sets["chosen"]
     solved: list[probe.Members] = [(), *((t,) for t in range(taps + 1))]
@@ -70,7 +76,7 @@ def _scored(rendered: Rendered, held_out: Sequence[int]) -> tuple[list[int], int
 
 
 def _fit(
-    target: "torch.nn.Module",
+    target: "Opened",
     rendered: Rendered,
     plan: Plan,
     fitted: Sequence[int],
@@ -88,7 +94,7 @@ def _fit(
 
 
 def _pairs(
-    target: "torch.nn.Module",
+    target: "Opened",
     rendered: Rendered,
     plan: Plan,
     prompts: Sequence[int],
@@ -109,10 +115,10 @@ def _pairs(
             raise KeyboardInterrupt
 
 
-def _head(target: "torch.nn.Module", ids: Any) -> Any:
+def _head(target: "Opened", ids: Any) -> Any:
     import torch
 
-    weight = target.get_output_embeddings().weight  # type: ignore[operator]
+    weight = target.model.get_output_embeddings().weight  # type: ignore[operator]
     return weight[torch.from_numpy(ids).to(weight.device)].detach().float().cpu().numpy()
 
 

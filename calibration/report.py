@@ -16,7 +16,7 @@ from elsi_edge.calibration import plots
 from elsi_edge.calibration import report_tables as tables
 from elsi_edge.calibration.analysis import Analysis
 from elsi_edge.calibration.plot_style import matrix, numbers
-from elsi_edge.calibration.words import listed, number, percent, span, whole
+from elsi_edge.calibration.words import GIVEN, listed, number, percent, span, whole
 
 REPORT = "report.html"
 NUMBERS = "calibration.json"
@@ -106,11 +106,16 @@ def _context(analysis: Analysis, files: Mapping[str, bytes]) -> dict[str, Any]:
             "order": tables.order(analysis),
             "compartments": tables.compartments(analysis),
             "searches": tables.searches(analysis),
+            "sweep": tables.sweep(analysis),
             "settings": tables.settings(analysis),
         },
-        "has_compartments": bool(selection.compartments),
+        "has_compartments": bool(style.compartments_of(analysis)),
+        "single_taps": bool(analysis.settling) and not style.single_tap_pick(analysis),
+        "set_score": "joint entropy less the CKA penalty" if selection.method == "elsi-c" else "joint entropy",
+        "searches": search_words(analysis),
         "stability": {"text": stability.get("text", ""), "stable": stability.get("stable")} if stability else None,
-        "probe": {"text": probe.get("text", ""), "flagged": probe.get("flagged")} if probe else None,
+        "probe": {"text": probe.get("text", ""), "flagged": probe.get("flagged")} if probe.get("agreement") else None,
+        "no_probe": probe.get("text", "The probe is not part of this run."),
         "probe_rows": (
             whole(probe.get("fit_rows")),
             whole(probe.get("rows")),
@@ -120,8 +125,9 @@ def _context(analysis: Analysis, files: Mapping[str, bytes]) -> dict[str, Any]:
         "variance": {"text": variance.get("text", "")} if variance else None,
         "variance_prompts": whole(variance.get("prompts")),
         "cka_rows": whole(analysis.cka_rows),
+        "gain_rows": whole(analysis.gain_rows),
         "cka_change": number(analysis.cka_change),
-        "eagle3_words": eagle3_words(analysis),
+        "region_words": region_words(analysis),
         "sources": SOURCES,
     }
 
@@ -131,7 +137,7 @@ def pick(analysis: Analysis) -> str:
     selection = analysis.selection
     words = f"{selection.describe()}, chosen by {selection.method} with m = {selection.m}"
     if selection.method == "explicit":
-        words = f"{selection.describe()}, as given"
+        words = f"{selection.describe()}, {GIVEN}"
     value = numbers([selection.joint_entropy])[0]
     if np.isfinite(value):
         words += (
@@ -141,9 +147,35 @@ def pick(analysis: Analysis) -> str:
     return words[0].upper() + words[1:]
 
 
-def eagle3_words(analysis: Analysis) -> str:
-    """Which compartments EAGLE-3's taps fall in."""
+def search_words(analysis: Analysis) -> tuple[str, str]:
+    """A heading for the sets that were searched, and what they say about the choice that was made."""
     selection = analysis.selection
+    grown = "Sets are grown one tap at a time from every seed (greedy)."
+    if selection.method == "elsi" and selection.m > 1:
+        words = "Measuring all sets, or the most promising ones, says how much that leaves on the table."
+        return "Greedy against the best", f"{grown} {words}"
+    sizes = listed(found.m for found in analysis.searches)
+    if selection.m == 1:
+        why = "At m = 1 there is nothing to compare: every tap is measured, so that greedy and best are the same."
+    else:
+        why = "The chosen set is not among these, which go by joint entropy alone."
+    return "Sets of more taps" if selection.m == 1 else "Greedy against the best", (
+        f"{why} These are ELSI's sets of m = {sizes} on the same positions. {grown}"
+    )
+
+
+def region_words(analysis: Analysis) -> str:
+    """How many compartments there are, and which of them EAGLE-3's taps fall in."""
+    selection = analysis.selection
+    if not selection.compartments:
+        return ""
+    if not style.compartments_of(analysis):
+        if analysis.cka_rows < selection.width:
+            return (
+                f"{analysis.cka_rows} positions are fewer than the width {selection.width}: too few to tell "
+                "compartments apart."
+            )
+        return "All taps form one compartment, so that none is set apart."
     taps = style.eagle3_of(selection)
     if not taps:
         return f"With {selection.blocks} blocks the model is too shallow for EAGLE-3's three taps."
@@ -191,7 +223,7 @@ def _alt(analysis: Analysis, name: str) -> str:
         return f"{words}. {pick(analysis)}."
     if name == "wins":
         wins = selection.stability["wins"]
-        return f"Bars of the share of resamples won by each tap: most often {_extremes(wins, as_share=True)[1]}."
+        return f"Bars of the share of resamples won by each single tap: most often {_extremes(wins, as_share=True)[1]}."
     if name == "settling":
         steps = ", ".join(f"tap {step.tap} at {step.tokens:,}" for step in analysis.settling)
         return f"Curves of the leading taps' entropy against kept positions; picked: {steps}."
@@ -201,7 +233,7 @@ def _alt(analysis: Analysis, name: str) -> str:
     if name == "variance":
         return "Curves of the variance of entropy between prompts by tap, for all positions, filtered and random ones."
     if name == "cka":
-        regions = "; ".join(span(ends) for ends in selection.compartments) or "none"
+        regions = "; ".join(span(ends) for ends in style.compartments_of(analysis)) or "none"
         return f"Map of CKA between all pairs of taps; compartments: {regions}."
     if name == "partner-gains":
         values = matrix(analysis.gains)

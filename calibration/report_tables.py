@@ -11,7 +11,9 @@ import numpy as np
 from elsi_edge.calibration import plot_style as style
 from elsi_edge.calibration.analysis import Analysis, RuleResult
 from elsi_edge.calibration.plot_style import matrix, numbers
-from elsi_edge.calibration.words import change, listed, number, percent, seconds, signed, span, whole
+from elsi_edge.calibration.words import change, listed, method, number, percent, seconds, signed, span, whole
+
+_ELSEWHERE = ("warnings", "cka_weight_sweep")  # settings that stand in a place of their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +87,12 @@ def rules(analysis: Analysis) -> Table:
 
 
 def wins(analysis: Analysis) -> Table:
-    """Taps that ever win a resample, most often first."""
+    """Single taps that ever win a resample, most often first."""
     shares = np.nan_to_num(numbers(analysis.selection.stability.get("wins")))
     order = [int(tap) for tap in np.argsort(-shares, kind="stable") if shares[tap] > 0]
     chosen = set(style.chosen_of(analysis.selection))
     return Table(
-        head=("tap", "resamples won"),
+        head=("single tap", "resamples won"),
         rows=tuple((str(tap), percent(shares[tap])) for tap in order),
         marked=frozenset(index for index, tap in enumerate(order) if tap in chosen),
     )
@@ -119,7 +121,7 @@ def settling(analysis: Analysis) -> Table:
         for step in analysis.settling
     ]
     return Table(
-        head=("prompts", "positions kept", "pick: tap", "its entropy, nats", "resamples won"), rows=tuple(rows)
+        head=("prompts", "positions kept", "pick: single tap", "its entropy, nats", "resamples won"), rows=tuple(rows)
     )
 
 
@@ -206,11 +208,11 @@ def by_tap(columns: Sequence[tuple[str, Iterable[Any] | None]], *, digits: int) 
 
 
 def compartments(analysis: Analysis) -> Table:
-    """Regions of like taps: their inner likeness, and whose taps fall in them."""
+    """Regions of like taps: their inner likeness, and whose taps fall in them; no rows where there are no two."""
     cka, selection = matrix(analysis.cka), analysis.selection
     eagle3, chosen = style.eagle3_of(selection), style.chosen_of(selection)
     rows = []
-    for index, (first, last) in enumerate(selection.compartments):
+    for index, (first, last) in enumerate(style.compartments_of(analysis)):
         inner = cka[first : last + 1, first : last + 1]
         likeness = inner[np.triu_indices(len(inner), k=1)] if inner.size else inner
         likeness = likeness[np.isfinite(likeness)]
@@ -255,7 +257,7 @@ def settings(analysis: Analysis) -> Table:
     """Everything that decides the numbers."""
     selection = analysis.selection
     rows = [
-        ("method", selection.method),
+        ("method", method(selection)),
         ("keep", number(selection.keep, 2)),
         ("CKA weight", f"{number(selection.cka_weight, 2)} nats"),
         ("CKA estimator", f"{analysis.cka_estimator}, on {whole(analysis.cka_rows)} positions"),
@@ -263,10 +265,21 @@ def settings(analysis: Analysis) -> Table:
         ("target, SHA-256", selection.target_fingerprint or "-"),
     ]
     for name, value in selection.settings.items():
-        if name != "warnings":
+        if name not in _ELSEWHERE:
             shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
             rows.append((name.replace("_", " "), shown))
     return Table(head=("setting", "value"), rows=tuple(rows))
+
+
+def sweep(analysis: Analysis) -> Table:
+    """ELSI-C's set by the weight of its CKA penalty; the weight that was used is set off."""
+    selection = analysis.selection
+    found = selection.settings.get("cka_weight_sweep") or ()
+    return Table(
+        head=("weight of CKA, nats", "set of taps"),
+        rows=tuple((number(entry["weight"], 2), listed(entry["taps"])) for entry in found),
+        marked=frozenset(i for i, entry in enumerate(found) if entry["weight"] == selection.cka_weight),
+    )
 
 
 def _chosen_sets(analysis: Analysis, sets: Sequence[Sequence[int]]) -> frozenset[int]:

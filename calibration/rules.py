@@ -13,6 +13,7 @@ from elsi_edge.calibration.analysis import RuleResult, Search
 from elsi_edge.calibration.measure import Measured
 from elsi_edge.calibration.settings import CalibrationSettings, Progress
 from elsi_edge.calibration.statistics import FloatArray
+from elsi_edge.calibration.words import GIVEN
 
 Set = tuple[int, ...]
 
@@ -54,8 +55,15 @@ def run(
     prompt = np.array([prompt for prompt, _ in sample.where], np.intp)
     taps, recorded = _asked(measured, sets, cka, m, settings, progress)
     found = _searched(sets, m, taps, settings, progress)
-    gains = sets.gains() if blocks > 1 else np.full((blocks + 1, blocks + 1), np.nan)
+    gains = sets.gains(progress) if blocks > 1 else np.full((blocks + 1, blocks + 1), np.nan)
     close = next((f.close for f in found if f.search.m == m), ())
+    weight = settings.cka_weight if settings.method == "elsi-c" else 0.0
+
+    def penalty(members: Set) -> float:
+        return weight * selection.mean_pairwise_cka(members, cka)
+
+    if m > 1 and settings.method == "elsi-c":  # the rivals of this rule's set are not those of joint entropy alone
+        close = search.rivals(sets, taps, penalty)
     if m > 1:
         recorded["sets_scored"] = sets.full.measured
         if settings.method == "elsi-c":
@@ -65,7 +73,7 @@ def run(
         joint_entropy=float(measured.entropy[taps[0]]) if m == 1 else sets.full(taps),
         results=_compared(measured, sets, cka, taps, found, settings),
         searches=tuple(f.search for f in found),
-        set_wins=search.wins(sets, close, prompt, seed=settings.seed) if close else [],
+        set_wins=search.wins(sets, close, prompt, seed=settings.seed, chosen=taps, penalty=penalty) if close else [],
         gains=gains,
         gain_rows=sets.screen_rows,
         rows=sets.rows,
@@ -94,9 +102,7 @@ def _asked(
     with progress("score sets of taps", None, "sets") as bar:
 
         def prepare(pool: Sequence[Set]) -> None:
-            for start in range(0, len(pool), 32):
-                sets.full.prepare(pool[start : start + 32])
-                bar.advance(len(pool[start : start + 32]))
+            search.measure(sets.full, pool, bar)
 
         if method == "elsi":
             return selection.elsi(blocks, m, sets.full, prepare).taps, {}
@@ -145,7 +151,7 @@ def _compared(
     if blocks >= 3:
         named.append(("low-entropy m = 3", selection.low_entropy(entropy, 3)))
     residual = settings.method != "eagle2"
-    label = f"{settings.method} m = {len(chosen)}"
+    label = GIVEN if settings.method == "explicit" else f"{settings.method} m = {len(chosen)}"
     if residual and label not in dict(named) and settings.method != "eagle3":
         named.append((label, chosen))
     sets.full.prepare([taps for _, taps in named])
@@ -168,7 +174,7 @@ def _compared(
 
 def with_probe(result: RuleResult, probe: Mapping[str, Any]) -> RuleResult:
     """The same with its probe's agreement, where that set was fitted."""
-    if not probe:
+    if not probe.get("agreement"):
         return result
     if result.state == "final-norm":
         return dataclasses.replace(result, probe=probe["final_norm"])

@@ -6,6 +6,7 @@ A joint entropy costs one eigen-decomposition, so sets are measured on the reser
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +14,8 @@ from numpy.typing import NDArray
 
 from elsi_edge.calibration import selection, stability
 from elsi_edge.calibration.analysis import Search
-from elsi_edge.calibration.parallel import spread
-from elsi_edge.calibration.settings import Progress
+from elsi_edge.calibration.parallel import count, spread
+from elsi_edge.calibration.settings import Advance, Progress, no_progress
 from elsi_edge.calibration.statistics import FloatArray, SetEntropy
 
 CLOSE = 50  # best sets by the screen that are measured on all rows
@@ -24,7 +25,8 @@ SEED_PAIRS = 3  # best pairs that triples are grown from, when sets are only to 
 WEIGHTS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0)  # of CKA, swept
 
 Set = tuple[int, ...]
-_TOGETHER = 32  # sets between two steps of the progress bar
+_TOGETHER = 4  # sets on each thread between two steps of the progress bar
+_RIVALS = 10  # sets whose wins are counted
 
 
 class Sets:
@@ -53,10 +55,11 @@ class Sets:
         half = np.sort(self._order[: max(2, self.rows // 2)])
         return SetEntropy(self.full.rows[list(taps)][:, half])(tuple(range(len(taps))))
 
-    def gains(self) -> FloatArray:
+    def gains(self, progress: Progress = no_progress) -> FloatArray:
         """Nats that each partner (column) adds to each seed (row), [L + 1, L + 1]; NaN at tap 0 and on the diagonal."""
         found = np.full((self.blocks + 1, self.blocks + 1), np.nan)
-        self.screen.prepare([*((t,) for t in range(1, self.blocks + 1)), *pairs_of(self.blocks)])
+        pool = [*((t,) for t in range(1, self.blocks + 1)), *pairs_of(self.blocks)]
+        _measure(self.screen, pool, "measure pairs of taps", progress)
         for a, b in itertools.combinations(selection.candidates(self.blocks), 2):
             joint = self.screen((a, b))
             found[a, b], found[b, a] = joint - self.screen((a,)), joint - self.screen((b,))
@@ -108,11 +111,19 @@ def best_sets(sets: Sets, m: int, greedy: Set, progress: Progress) -> Found:
 
 
 def _measure(score: SetEntropy, pool: list[Set], what: str, progress: Progress) -> None:
-    with progress(what, float(len(pool)), "sets") as bar:
-        for start in range(0, len(pool), _TOGETHER):
-            part = pool[start : start + _TOGETHER]
-            score.prepare(part)
-            bar.advance(len(part))
+    new = score.unknown(pool)
+    if new:
+        with progress(what, float(len(new)), "sets") as bar:
+            measure(score, new, bar)
+
+
+def measure(score: SetEntropy, pool: Sequence[Set], bar: Advance) -> None:
+    """Measure the sets that are not known yet, some at a time; those alone count as progress."""
+    new, together = score.unknown(pool), _TOGETHER * count()
+    for start in range(0, len(new), together):
+        part = new[start : start + together]
+        score.prepare(part)
+        bar.advance(len(part))
 
 
 def _extended(sets: Sets, m: int, progress: Progress) -> list[Set]:
@@ -161,12 +172,34 @@ def sweep(sets: Sets, m: int, cka: FloatArray) -> list[dict[str, object]]:
     return found
 
 
-def wins(sets: Sets, close: tuple[Set, ...], prompt: NDArray[np.intp], *, seed: int) -> list[dict[str, object]]:
-    """How often each of the best sets wins when prompts are drawn anew; prompt [R] of each row of the reservoir."""
-    best = close[:10]
+def rivals(sets: Sets, chosen: Set, penalty: Callable[[Set], float]) -> tuple[Set, ...]:
+    """The best sets that differ from the chosen one in one tap, by joint entropy on the screen less `penalty`."""
+    outside = [tap for tap in selection.candidates(sets.blocks) if tap not in chosen]
+    pool = [_with(tuple(t for t in chosen if t != out), tap) for out in chosen for tap in outside]
+    sets.screen.prepare(pool)
+    return tuple(sorted(pool, key=lambda s: (penalty(s) - sets.screen(s), s))[: _RIVALS - 1])
+
+
+def wins(
+    sets: Sets,
+    close: tuple[Set, ...],
+    prompt: NDArray[np.intp],
+    *,
+    seed: int,
+    chosen: Set = (),
+    penalty: Callable[[Set], float] = lambda _: 0.0,
+) -> list[dict[str, object]]:
+    """How often each of the best sets wins when prompts are drawn anew, by joint entropy less `penalty`, nats.
+
+    prompt [R] of each row of the reservoir. The `chosen` set is listed whether it wins or not.
+    """
+    best = close[:_RIVALS]
+    if chosen and chosen not in best:
+        best = (*best[: _RIVALS - 1], chosen)
     influences = np.array(spread(lambda taps: _influence(sets, taps), best))
-    found = stability.resampled([sets.full(taps) for taps in best], influences, prompt, total=sets.rows)
-    return stability.set_shares(best, found.wins(seed=seed))
+    scores = [sets.full(taps) - penalty(taps) for taps in best]
+    found = stability.resampled(scores, influences, prompt, total=sets.rows)
+    return stability.set_shares(best, found.wins(seed=seed), always=chosen)
 
 
 def _influence(sets: Sets, taps: Set) -> FloatArray:

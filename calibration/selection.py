@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from elsi_edge.errors import ConfigError, SelectionError
+from elsi_edge.errors import ConfigError
 
 Score = Callable[[tuple[int, ...]], float]  # of a set of taps, ascending
 Prepare = Callable[[Sequence[tuple[int, ...]]], None]  # told which sets will be scored
@@ -101,9 +101,9 @@ def elsi_c(
 
 
 def eagle3_taps(blocks: int) -> tuple[int, int, int]:
-    """EAGLE-3's low, middle and high taps, {2, n/2, n-3} (Li et al. 2025). Raises SelectionError for shallow models."""
+    """EAGLE-3's low, middle and high taps, {2, n/2, n-3} (Li et al. 2025). Raises ConfigError for shallow models."""
     if blocks < EAGLE3_MIN_BLOCKS:
-        raise SelectionError(
+        raise ConfigError(
             f"the rule eagle3 needs at least {EAGLE3_MIN_BLOCKS} blocks, the model has {blocks}; "
             "choose with elsi, or name the taps"
         )

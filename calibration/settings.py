@@ -57,11 +57,15 @@ class CalibrationSettings:
         _require(self.reservoir >= 16, f"reservoir is {self.reservoir}, it must be at least 16")
         _require(self.seed >= 0, f"seed is {self.seed}, it must be at least 0")
         _require(self.batch_tokens >= 1, f"batch_tokens is {self.batch_tokens}, it must be at least 1")
-        _require((self.method == "explicit") == bool(self.taps), "taps go with the method 'explicit', and it with them")
+        _require(
+            (self.method == "explicit") == bool(self.taps),
+            "taps go with the method 'explicit', and it with them",
+        )
         fixed = len(self.taps) if self.taps else _FIXED_M.get(self.method)
+        what = "--taps names" if self.method == "explicit" else f"{self.method} takes"
         _require(
             self.m is None or fixed is None or self.m == fixed,
-            f"m is {self.m}, but {self.method} takes {fixed} tap{'s' if fixed != 1 else ''}; leave --m out",
+            f"m is {self.m}, but {what} {fixed} tap{'s' if fixed != 1 else ''}; leave --m out",
         )
 
     def taps_wanted(self, blocks: int) -> int:

@@ -128,15 +128,21 @@ def outlook(looks: Sequence[Settling]) -> Outlook | None:
     )
 
 
-def describe(wins: FloatArray, pick: int, prompts: int, look: Outlook | None) -> tuple[bool, str]:
-    """Whether the single tap picked is stable, and one or two sentences. wins [L + 1] is indexed by tap."""
+def describe(
+    wins: FloatArray, pick: int, prompts: int, look: Outlook | None, *, chosen: bool = True
+) -> tuple[bool, str]:
+    """Whether the single tap picked is stable, and one or two sentences. wins [L + 1] is indexed by tap.
+
+    `chosen` says that this tap is the selection; where it is another, or a set, the sentences say what they are about.
+    """
     if prompts < LEAST_PROMPTS:
         return (
             False,
             f"{prompts} prompts are too few to say whether tap {pick} is stable; give at least {LEAST_PROMPTS}.",
         )
     share = float(wins[pick])
-    text = f"Tap {pick} is the highest in {share:.0%} of {RESAMPLES} resamples of the {prompts} prompts"
+    what = "Tap" if chosen else "Of single taps, tap"
+    text = f"{what} {pick} is the highest in {share:.0%} of {RESAMPLES} resamples of the {prompts} prompts"
     rivals = [int(t) for t in np.argsort(-wins, kind="stable") if t != pick and wins[t] >= 0.01][:3]
     if rivals:
         text += "; " + ", ".join(f"tap {t} in {wins[t]:.0%}" for t in rivals)
@@ -144,7 +150,7 @@ def describe(wins: FloatArray, pick: int, prompts: int, look: Outlook | None) ->
     if share >= STABLE_SHARE and settled:
         same = ", half of the prompts alone give the same pick, and it leads when extrapolated to many positions"
         more = "" if look is None else same
-        return True, text + more + ". The pick is stable."
+        return True, f"{text}{more}. The {'' if chosen else 'single-tap '}pick is stable."
     near = wins[max(1, pick - 1) : pick + 2].sum()
     if look is not None and look.earlier != pick:
         text += f". About half of the prompts pick tap {look.earlier}, so it is not settled"
@@ -157,11 +163,11 @@ def describe(wins: FloatArray, pick: int, prompts: int, look: Outlook | None) ->
     return False, text + ": more prompts may settle it (--until-stable)."
 
 
-def set_shares(best: Sequence[tuple[int, ...]], wins: FloatArray) -> list[dict[str, Any]]:
-    """Which sets win how often, most often first; those that never win are left out."""
+def set_shares(best: Sequence[tuple[int, ...]], wins: FloatArray, always: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+    """Which sets win how often, most often first; those that never win are left out, but for `always`."""
     found = [
         {"taps": list(taps), "share": round(float(share), 4)}
         for taps, share in zip(best, wins, strict=True)
-        if share > 0
+        if share > 0 or taps == always
     ]
     return sorted(found, key=lambda item: -item["share"])

@@ -115,9 +115,13 @@ class SetEntropy:
         """Different sets measured so far."""
         return len(self._known)
 
+    def unknown(self, sets: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Those of some sets that were not measured yet, each once, in order."""
+        return sorted(set(sets) - set(self._known))
+
     def prepare(self, sets: Sequence[tuple[int, ...]]) -> None:
         """Measure several sets on several threads."""
-        new = sorted(set(sets) - set(self._known))
+        new = self.unknown(sets)
         self._known.update(zip(new, spread(lambda taps: _entropy_of_rows(self.rows[list(taps)]), new), strict=True))
 
     def __call__(self, taps: tuple[int, ...]) -> float:

@@ -101,8 +101,9 @@ def probe_text(
     best = 1 + max(range(len(agreement) - 1), key=lambda i: (agreement[i + 1], -i))
     if name is None:
         name = f"tap {pick[0]}" if len(pick) == 1 else f"taps {', '.join(map(str, pick))}"
+    verb = "foresees" if len(pick) == 1 else "foresee"
     text = (
-        f"Probe (one linear map, no training): {name} foresees the target's next token in {picked:.3f} of held-out "
+        f"Probe (one linear map, no training): {name} {verb} the target's next token in {picked:.3f} of held-out "
         f"positions (standard error {error:.3f}), no tap at all in {none:.3f}"
     )
     if "eagle3" in others:

@@ -4,7 +4,15 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from elsi_edge.artifacts import LayerSelection
+
 NOTHING = "-"
+GIVEN = "given with --taps"  # how taps are chosen that the user named
+
+
+def method(selection: LayerSelection) -> str:
+    """How a selection came about, for people."""
+    return GIVEN if selection.method == "explicit" else selection.method
 
 
 def number(value: Any, digits: int = 3) -> str:

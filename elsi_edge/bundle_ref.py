@@ -1,5 +1,6 @@
 """Where a bundle is asked for: its directory, or the name of a model whose work directory holds one. No torch."""
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,8 @@ def find_bundle(reference: str, work: Path | None = None) -> BundleRef:
     given = Path(reference).expanduser()
     if reference and (given / MANIFEST).is_file():
         return BundleRef(directory=given)
-    base = WorkDir.for_model("model", work).root.parent
+    place = WorkDir.for_model("model", work)
+    base = place.root.parent
     found = [(path, manifest) for path, manifest in _bundles(base) if _names(manifest, reference)]
     if not found:
         here = (
@@ -37,7 +39,7 @@ def find_bundle(reference: str, work: Path | None = None) -> BundleRef:
         )
         raise BundleError(
             f"{here}, and {base} holds none for a model of that name; "
-            f"make one with: elsi-edge export {reference or 'MODEL'}"
+            f"make one with: elsi-edge export {shlex.quote(reference) if reference else 'MODEL'}{place.flag}"
         )
     complete = [entry for entry in found if not entry[1].plain_only]
     path, manifest = max(complete or found, key=lambda entry: (entry[0] / MANIFEST).stat().st_mtime_ns)

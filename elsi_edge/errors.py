@@ -50,7 +50,7 @@ class ProviderError(ElsiError):
 
 
 class StorageError(ElsiError):
-    """A file that cannot be written or read: no space, no permission, read-only."""
+    """A file that cannot be written or read: no space, no permission, read-only; or too little memory."""
 
 
 class MissingExtraError(ElsiError):

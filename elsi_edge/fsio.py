@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from elsi_edge.errors import StorageError
+from elsi_edge.errors import ElsiError, StorageError
 
 _CHUNK = 1 << 20  # bytes read at a time when hashing
 _TEMP_PREFIX = ".elsi-tmp-"
@@ -122,6 +122,19 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file whole, indented and without NaN. Raises StorageError, ValueError on NaN."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json_object(path: Path, error: type[ElsiError], *, remedy: str = "") -> dict[str, Any]:
+    """Read a file that holds one JSON object. Raises StorageError, and `error` naming the file for anything else."""
+    advice = f"; {remedy}" if remedy else ""
+    try:
+        with storage_errors(path):
+            value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as wrong:
+        raise error(f"{path} is not valid JSON ({wrong}){advice}") from wrong
+    if not isinstance(value, dict):
+        raise error(f"{path} holds no JSON object{advice}")
+    return value
 
 
 @contextlib.contextmanager

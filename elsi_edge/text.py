@@ -235,15 +235,7 @@ def require_clean(text: str, what: str) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object")
-    return value
+    return fsio.read_json_object(path, ModelError) if path.is_file() else {}
 
 
 def _special_tokens(tokenizer_config: Mapping[str, Any], token_map: Mapping[str, Any]) -> dict[str, str]:

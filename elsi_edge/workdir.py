@@ -1,6 +1,7 @@
 """Where the stages leave what the next one reads, so that a model's name alone is enough."""
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +16,18 @@ class WorkDir:
     """Paths of one model's artefacts; nothing is made or looked at."""
 
     root: Path
+    given: Path | None = None  # --work, where it was given: commands that come next must name it again
 
     @classmethod
     def for_model(cls, slug: str, base: Path | None) -> "WorkDir":
         """The directory of the model `slug` under `base`, else $ELSI_EDGE_WORK, else `elsi-work` here."""
         chosen = base if base is not None else Path(os.environ.get(VARIABLE) or DEFAULT)
-        return cls(root=chosen.expanduser() / slug)
+        return cls(root=chosen.expanduser() / slug, given=base)
+
+    @property
+    def flag(self) -> str:
+        """" --work DIR" to add to a command that is to find the same directory, "" where the default is meant."""
+        return "" if self.given is None else f" --work {shlex.quote(str(self.given))}"
 
     @property
     def selection_path(self) -> Path:

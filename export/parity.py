@@ -33,6 +33,18 @@ MAX_DIVERGENCE: dict[Precision, float] = {"fp32": 1e-3, "int8": 0.1, "int4": 1.5
 MAX_STATE_ERROR: dict[Precision, float] = {"fp32": 2e-3, "int8": 0.1, "int4": 0.5}  # of taps and draft, relative
 _ROW_SLACK = 4.0  # a single row of a tree scatters more than the mean over texts
 
+
+def limits(precision: Precision, draft_precision: Precision) -> dict[str, float]:
+    """What passes, by name of what `check` measures, for weights of these precisions."""
+    return {
+        "divergence_nats": MAX_DIVERGENCE[precision],
+        "tree_divergence_nats": _ROW_SLACK * MAX_DIVERGENCE[precision],
+        "taps_relative_error": MAX_STATE_ERROR[precision],
+        "draft_entry_relative_error": MAX_STATE_ERROR[draft_precision],
+        "draft_node_relative_error": MAX_STATE_ERROR[draft_precision],
+    }
+
+
 # Several scripts, code, spaces and line breaks: one English line hides faults of scale, rotary base and cache.
 TEXTS = (
     "A heron stood in the shallow water for most of the morning. When the tide turned, small silver fish came in over "
@@ -90,7 +102,7 @@ def check(
     """
     codec = TextCodec.open(directory)
     reference = Reference(source.directory)
-    divergence_limit, state_limit = MAX_DIVERGENCE[manifest.precision], MAX_STATE_ERROR[manifest.precision]
+    allowed = limits(manifest.precision, draft_precision)
     target = _open_target(directory, manifest, "target-tree")
     sums = _Sums()
     for text in TEXTS:
@@ -102,7 +114,7 @@ def check(
         if manifest.selection is not None:
             sums.taps.append(relative_error(step.taps, want_taps))
     divergence = sums.divergence / sums.rows
-    _require("next-token distributions", divergence, divergence_limit, "nats")
+    _require("next-token distributions", divergence, allowed["divergence_nats"], "nats")
     measured: dict[str, Any] = {
         "texts": len(TEXTS),
         "tokens": sums.rows,
@@ -115,16 +127,16 @@ def check(
     }
     if sums.taps:
         measured["taps_relative_error"] = max(sums.taps)
-        _require("taps", max(sums.taps), state_limit, "relative")
+        _require("taps", max(sums.taps), allowed["taps_relative_error"], "relative")
     ids = codec.encode_raw(TEXTS[0])[:40]
     worst = _check_tree(target, reference, manifest, ids)
     measured["tree_divergence_nats"] = worst
-    _require("a tree's distributions", worst, _ROW_SLACK * divergence_limit, "nats")
+    _require("a tree's distributions", worst, allowed["tree_divergence_nats"], "nats")
     if "target-chain" in manifest.graphs:
         _check_chain(_open_target(directory, manifest, "target-chain"), ids)
         measured["chain_bit_identical"] = True
     if draft is not None:
-        measured |= _check_draft(directory, manifest, reference, draft, ids, MAX_STATE_ERROR[draft_precision])
+        measured |= _check_draft(directory, manifest, reference, draft, ids, allowed)
     return measured
 
 
@@ -190,7 +202,7 @@ def _check_draft(
     reference: Reference,
     draft: LoadedDraft,
     ids: list[int],
-    limit: float,
+    allowed: dict[str, float],
 ) -> dict[str, float]:
     """Entries on the target's states, then one node on the draft's own, against the torch network."""
     from elsi_edge.export.reference import DraftReference
@@ -210,8 +222,9 @@ def _check_draft(
     wanted = expected.rollout(ids[1:], taps, token)
     errors = {}
     for name, got, want in (("entry", first, wanted[0]), ("node", second, wanted[1])):
-        errors[f"draft_{name}_relative_error"] = relative_error(got.log_probs[0], want)
-        _require(f"the draft's {name}", errors[f"draft_{name}_relative_error"], limit, "relative")
+        key = f"draft_{name}_relative_error"
+        errors[key] = relative_error(got.log_probs[0], want)
+        _require(f"the draft's {name}", errors[key], allowed[key], "relative")
     return errors
 
 

@@ -102,8 +102,12 @@ def export_bundle(
         return writer.finish(BundleManifest(**{**manifest.__dict__, "parity": measured}))
 
 
-def require_same_target(draft: LoadedDraft, source: SourceModel, codec: TextCodec) -> None:
-    """Raise DraftError naming both values when a draft was trained for other weights, text or sizes."""
+def require_same_target(draft: LoadedDraft, source: SourceModel, codec: TextCodec, *, train: str = "") -> None:
+    """Raise DraftError naming both values when a draft was trained for other weights, text or sizes.
+
+    `train` is the command that makes a draft for this target.
+    """
+    advice = train or f"elsi-edge distill {source.reference} && elsi-edge train {source.reference}"
     config = draft.config
     pairs = [
         ("width", config.embedding_width, source.shape.width),
@@ -117,7 +121,7 @@ def require_same_target(draft: LoadedDraft, source: SourceModel, codec: TextCode
         if has != wants:
             raise DraftError(
                 f"the draft was trained for another target: its {what} is {has}, {source.reference} has {wants}; "
-                f"train one for it: elsi-edge distill {source.reference}, then elsi-edge train {source.reference}"
+                f"train one for it: {advice}"
             )
 
 
@@ -135,16 +139,21 @@ def check_request(source: SourceModel, context: int | None) -> int:
     return context
 
 
-def same_selection_or_explain(wanted: LayerSelection, draft: LoadedDraft, *, model: str, draft_path: Path) -> None:
-    """Raise DraftError when a selection and a draft's own differ: both, how far apart they score, and the ways out."""
+def same_selection_or_explain(
+    wanted: LayerSelection, draft: LoadedDraft, *, draft_path: Path, asked: str, train: str
+) -> None:
+    """Raise DraftError when a selection and a draft's own differ: both, how far apart they score, and the ways out.
+
+    `asked` says who wants the selection, up to its verb ("--layers 20 names"); `train` makes a draft on it, a command.
+    """
     trained = draft.config.selection
     if wanted.same_taps(trained):
         return
-    scores = _score_gap(wanted, trained)
+    own = f"use the draft's taps with --layers {','.join(map(str, trained.taps))}, or "
     raise DraftError(
-        f"the selection chose {wanted.describe()}, the draft {draft_path} was trained on {trained.describe()}{scores}; "
-        f"either use the draft's taps: --layers {','.join(map(str, trained.taps))}, "
-        f"or train one for the selection: elsi-edge distill {model}, then elsi-edge train {model}"
+        f"{asked} {wanted.describe()}, the draft {draft_path} was trained on {trained.describe()}"
+        f"{_score_gap(wanted, trained)}; {own if trained.state == 'residual' else ''}"
+        f"train one on {wanted.describe()}: {train}"
     )
 
 

@@ -3,12 +3,14 @@
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elsi_edge.runtime.proposal import Proposer
+from elsi_edge.runtime.options import PROPOSALS, Proposal
+from elsi_edge.runtime.pace import Pace
+from elsi_edge.runtime.proposal import Bounds, Proposer
 from elsi_edge.runtime.target import Target
 from elsi_edge.runtime.tree import Tree
 from elsi_edge.runtime.verify import walk
@@ -21,9 +23,15 @@ class Round:
     """One round of the loop; the first is the prefill, which yields one token and drafts nothing."""
 
     tokens: tuple[int, ...]  # to emit: accepted drafts, then the bonus token
-    drafted: int  # nodes
+    tree: Tree = field(default_factory=Tree.empty)  # what was proposed
+    rows: tuple[int, ...] = (0,)  # of the verification that were accepted, the root's row 0 first
     seconds_propose: float = 0.0
     seconds_target: float = 0.0  # prefill or verification
+
+    @property
+    def drafted(self) -> int:
+        """Nodes."""
+        return self.tree.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,31 +42,53 @@ class Plan:
     chain: bool  # whether candidates must form a chain
     limit: int  # tokens of the answer at most
     context: int  # slots that a sequence may use, tokens
+    proposals: tuple[Proposal, ...] = PROPOSALS
+    kept: int = 0  # tokens of the prompt that target and proposer hold already
+
+    def bounds(self, emitted: int, cached: int, pace: Pace) -> Bounds | None:
+        """What a round may propose after `emitted` tokens, with `cached` tokens in the cache; None: nothing.
+
+        No deeper than tokens can still be emitted, the bonus token being one, and no more nodes than the cache has
+        slots for. The exact chain form's attention takes one slot more.
+        """
+        depth = self.limit - emitted - 1
+        budget = min(self.budget, self.context - cached - 2, depth if self.chain else self.budget)
+        price = pace.price(cached) if budget > 0 and depth > 0 else None
+        if price is None:
+            return None
+        return Bounds(budget=budget, depth=depth, chain=self.chain, price=price, proposals=self.proposals)
 
 
 def rounds(
-    target: Target, proposer: Proposer | None, prompt_ids: Sequence[int], plan: Plan, choose: Choose
+    target: Target,
+    proposer: Proposer | None,
+    prompt_ids: Sequence[int],
+    plan: Plan,
+    choose: Choose,
+    pace: Pace | None = None,
 ) -> Iterator[Round]:
     """Decode until the caller stops or `plan.limit` tokens were emitted.
 
-    `choose` is asked for every token as plain decoding would be, so the tokens do not depend on `proposer`.
+    `choose` is asked for every token as plain decoding would be, so the tokens do not depend on `proposer`. `pace`
+    says what candidates cost; without one every round drafts its whole budget.
     """
+    pace = pace or Pace()
     # 1. Prefill: the prompt's states, and the first token.
     start = time.perf_counter()
-    target.reset()
-    step = target.prefill(prompt_ids)
+    target.keep(plan.kept)
+    step = target.prefill(prompt_ids[plan.kept :])
     root = choose(step.logits[-1], 0)
     emitted = 1
     if proposer is not None:
-        proposer.reset()
-        proposer.observe([*prompt_ids[1:], root], step.taps)
-    yield Round(tokens=(root,), drafted=0, seconds_target=time.perf_counter() - start)
+        proposer.keep(plan.kept)
+        proposer.observe([*prompt_ids[plan.kept + 1 :], root], step.taps)
+    yield Round(tokens=(root,), seconds_target=time.perf_counter() - start)
 
     while emitted < plan.limit:
-        # 2. Propose: no more than can still be emitted, and than the cache has slots for.
+        # 2. Propose.
         start = time.perf_counter()
-        budget = min(plan.budget, plan.limit - emitted - 1, plan.context - target.length - 2)
-        tree = proposer.propose(budget, chain=plan.chain) if proposer is not None and budget > 0 else Tree.empty()
+        bounds = plan.bounds(emitted, target.length, pace) if proposer is not None else None
+        tree = proposer.propose(bounds) if proposer is not None and bounds is not None else Tree.empty()
         proposed = time.perf_counter()
 
         # 3. Verify: one call of the target over the root and all nodes.
@@ -74,9 +104,11 @@ def rounds(
         emitted += len(verdict.tokens)
 
         # 5. Emit.
+        pace.note(tokens=len(verdict.tokens), nodes=tree.size, milliseconds=(time.perf_counter() - start) * 1e3)
         yield Round(
             tokens=verdict.tokens,
-            drafted=tree.size,
+            tree=tree,
+            rows=verdict.rows,
             seconds_propose=proposed - start,
             seconds_target=verified - proposed,
         )

@@ -53,6 +53,15 @@ class OrtDraft:
         """Empty the cache; its buffers stay."""
         self.cache.length = 0
 
+    @property
+    def length(self) -> int:
+        """Entries committed."""
+        return self.cache.length
+
+    def keep(self, entries: int) -> None:
+        """Forget everything but the first `entries` entries."""
+        self.cache.truncate(entries)
+
     def extend(self, next_tokens: Sequence[int], taps: NDArray[np.float32]) -> DraftStep:
         """Commit one entry per row of `taps` [T, M*E] and the token that followed it; returns the last entry's step."""
         for start in range(0, len(next_tokens), ENTRY_ROWS):
@@ -86,8 +95,8 @@ class OrtDraft:
         source = self._scratch.array("taps", (1, count, taps.shape[1]), np.float32)
         source[0] = taps
         states = self._scratch.array("projected", (1, count, self.config.width), np.float32)
-        self._projection.bind_input("taps", source)
-        self._projection.bind_output("state", states)
+        self._projection.use("taps", source)
+        self._projection.use("state", states)
         self._projection.run()
         result: NDArray[np.float32] = states[0]
         return result
@@ -115,19 +124,19 @@ class OrtDraft:
         for name, (value, shape, dtype) in inputs.items():
             buffer = self._scratch.array(name, shape, dtype)
             buffer[...] = value
-            self._graph.bind_input(name, buffer)
-        flat = self._scratch.array("bias", (count * total,), np.float32)
+            self._graph.use(name, buffer)
+        flat = self._scratch.flat("bias", count * total, np.float32)
         self._graph.bind_input("attention_bias", attention_bias(seen, cached, out=flat))
         logits = self._scratch.array("logits", (1, len(rows), self.config.draft_vocab_size), np.float32)
         own = self._scratch.array("own", (1, count, self.config.width), np.float32)
-        self._graph.bind_output("logits", logits)
-        self._graph.bind_output("next_state", own)
+        self._graph.use("logits", logits)
+        self._graph.use("next_state", own)
         self._graph.run()
         return DraftStep(log_probs=log_softmax(logits[0]), states=own[0][list(rows)])
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     """Row-wise log-softmax of [R, U]."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    result: NDArray[np.float32] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    result: NDArray[np.float32] = logits - logits.max(axis=-1, keepdims=True)
+    result -= np.log(np.exp(result).sum(axis=-1, keepdims=True))
     return result

@@ -1,6 +1,6 @@
 """A bundle's graphs as engines of the loop, loaded when first used."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -9,10 +9,14 @@ from numpy.typing import NDArray
 from elsi_edge.bundle import DRAFT_VOCAB_FILE, Bundle
 from elsi_edge.errors import BundleError
 from elsi_edge.runtime.draft import OrtDraft
+from elsi_edge.runtime.mixed import MixedProposer
+from elsi_edge.runtime.ngram import PRIOR
+from elsi_edge.runtime.one_node import require_sound_kernel
 from elsi_edge.runtime.options import SessionSettings
-from elsi_edge.runtime.ort import open_session
-from elsi_edge.runtime.proposal import DraftProposer, Proposer
+from elsi_edge.runtime.ort import open_session, resolve_provider
+from elsi_edge.runtime.proposal import Proposer
 from elsi_edge.runtime.target import OrtTarget, Target
+from elsi_edge.runtime.tuning import Tuning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +30,9 @@ class Engine:
 class BundleEngines:
     """Opens the engine of a mode when it is first asked for; one at a time stays loaded."""
 
-    def __init__(self, bundle: Bundle, settings: SessionSettings) -> None:
-        self._bundle, self._settings = bundle, settings
-        self._draft: DraftProposer | None = None
+    def __init__(self, bundle: Bundle, settings: SessionSettings, tuning: Tuning | None = None) -> None:
+        self._bundle, self._settings, self._tuning = bundle, settings, tuning
+        self._proposer: MixedProposer | None = None
         self._loaded: tuple[str, Engine] | None = None
 
     def __getitem__(self, exact: bool) -> Engine:
@@ -37,25 +41,29 @@ class BundleEngines:
         role: Literal["target-chain", "target-tree"] = "target-chain" if chain else "target-tree"
         if self._loaded is None or self._loaded[0] != role:
             self._loaded = None  # its memory is given back before the other graph is loaded
+            if manifest.precision != "fp32" and resolve_provider(self._settings.provider) == "CPUExecutionProvider":
+                require_sound_kernel({"int4": 4, "int8": 8}[manifest.precision])
             session = open_session(self._bundle.graph(role), self._settings)
             target = OrtTarget(session, shape=manifest.shape, tap_width=manifest.tap_width)
-            self._loaded = (role, Engine(target=target, proposer=self._proposer()))
+            self._loaded = (role, Engine(target=target, proposer=self._open_proposer()))
         return self._loaded[1]
 
-    def _proposer(self) -> DraftProposer | None:
-        config = self._bundle.manifest.draft
-        if config is None:
-            return None
-        if self._draft is None:
-            self._draft = DraftProposer(
-                OrtDraft(
+    def _open_proposer(self) -> MixedProposer:
+        if self._proposer is None:
+            config = self._bundle.manifest.draft
+            draft = None
+            if config is not None:
+                # One small product: waking a second thread for it takes longer than all of it.
+                alone = replace(self._settings, threads=1)
+                draft = OrtDraft(
                     open_session(self._bundle.graph("draft"), self._settings),
-                    open_session(self._bundle.graph("projection"), self._settings),
+                    open_session(self._bundle.graph("projection"), alone),
                     config=config,
                     draft_to_target_ids=_draft_vocabulary(self._bundle),
                 )
-            )
-        return self._draft
+            prior = PRIOR if self._tuning is None else self._tuning.ngram_prior
+            self._proposer = MixedProposer(draft, ngram_prior=prior)
+        return self._proposer
 
 
 def _draft_vocabulary(bundle: Bundle) -> NDArray[np.int64]:

@@ -8,6 +8,8 @@ from typing import Literal, get_args
 from elsi_edge.errors import ConfigError
 
 DraftShape = Literal["auto", "chain", "tree"]
+Proposal = Literal["draft", "ngram"]  # a source of candidates
+PROPOSALS: tuple[Proposal, ...] = get_args(Proposal)
 MAX_SEED = (1 << 63) - 1
 DEFAULT_MAX_TOKENS = 256  # tokens
 MAX_DRAFT_NODES = 127  # N; a verification of 128 rows
@@ -19,6 +21,7 @@ class SessionSettings:
 
     threads: int = 0  # of ONNX Runtime's pool; 0 = as many as this process may use
     provider: str = "cpu"  # execution provider, short or full name
+    tuning: bool = True  # use the tuning file beside the bundle, where one is meant for this machine
 
     def __post_init__(self) -> None:
         if self.threads < 0:
@@ -31,7 +34,10 @@ class GenerateOptions:
 
     draft_nodes: int | None = None  # N drafted nodes a round (N + 1 rows to verify); None = the default, 0 = plain
     shape: DraftShape = "auto"  # of the candidates: auto is a tree where exactness allows one, else a chain
-    plain: bool = False  # no draft at all
+    plain: bool = False  # no candidates at all
+    proposals: tuple[Proposal, ...] = (
+        PROPOSALS  # where candidates come from; a bundle without a draft has n-grams alone
+    )
     exact: bool = True  # the same tokens as plain decoding; trees at int4 and int8 need exact=False
     max_tokens: int = DEFAULT_MAX_TOKENS  # of the answer, the end token counted; at least 1
     temperature: float = 0.0  # 0 = greedy
@@ -43,6 +49,7 @@ class GenerateOptions:
     seed: int | None = None  # None = drawn, and recorded in the result
     stop: tuple[str, ...] = ()  # texts that end the answer; not searched in the prompt
     system: str | None = None  # system message, first in the chat
+    reuse_prefix: bool = False  # keep what the caches hold of the prompt from the generation before: a chat's next turn
     raw: bool = False  # continue the prompt as it is, without the chat template
 
     def __post_init__(self) -> None:
@@ -59,6 +66,11 @@ class GenerateOptions:
             )
         if self.shape not in get_args(DraftShape):
             raise ConfigError(f"--shape is {self.shape!r}, it must be one of {', '.join(get_args(DraftShape))}")
+        if not self.proposals or any(name not in PROPOSALS for name in self.proposals):
+            raise ConfigError(
+                f"--proposals is {','.join(self.proposals)!r}, it must name {' or '.join(PROPOSALS)}, or both with a "
+                "comma; none at all is --plain"
+            )
         if any(text == "" for text in self.stop):
             raise ConfigError("--stop is an empty text, which every answer contains; give at least one character")
         if self.raw and self.system is not None:

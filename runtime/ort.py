@@ -74,7 +74,9 @@ class BoundGraph:
     def __init__(self, session: ort.InferenceSession) -> None:
         self.session = session
         self._binding = session.io_binding()
-        self._kept: dict[str, Any] = {}  # ONNX Runtime does not own numpy's memory: keep it alive
+        # ONNX Runtime does not own numpy's memory: keep it alive.
+        self._bound: dict[str, tuple[NDArray[Any], Any]] = {}  # what each name is bound to now
+        self._values: dict[tuple[str, tuple[int, ...]], tuple[NDArray[Any], Any]] = {}  # made before, by shape
         self._in_place: dict[str, Any] = {}  # the same for arrays bound as input and output
         self.inputs = {value.name: value for value in session.get_inputs()}
         self.outputs = {value.name: value for value in session.get_outputs()}
@@ -82,14 +84,30 @@ class BoundGraph:
     def bind_input(self, name: str, array: NDArray[Any]) -> None:
         """Bind a C-contiguous array; later changes of its content are seen by the next run."""
         value = ort.OrtValue.ortvalue_from_numpy(array)
-        self._kept[f"in:{name}"] = (array, value)
+        self._bound[name] = (array, value)
         self._binding.bind_ortvalue_input(name, value)
 
     def bind_output(self, name: str, array: NDArray[Any]) -> None:
         """Bind a C-contiguous array that the next runs write into."""
         value = ort.OrtValue.ortvalue_from_numpy(array)
-        self._kept[f"out:{name}"] = (array, value)
+        self._bound[name] = (array, value)
         self._binding.bind_ortvalue_output(name, value)
+
+    def use(self, name: str, array: NDArray[Any]) -> None:
+        """Bind an array of a `Scratch` as the input or output `name`: free where it is bound already, cheap again."""
+        bound = self._bound.get(name)
+        if bound is not None and bound[0] is array:
+            return
+        known = self._values.get((name, array.shape))
+        if known is None or known[0] is not array:
+            if known is not None:  # the buffer was replaced by a larger one: let the old one go
+                self._values = {key: value for key, value in self._values.items() if key[0] != name}
+            known = self._values[name, array.shape] = (array, ort.OrtValue.ortvalue_from_numpy(array))
+        self._bound[name] = known
+        if name in self.inputs:
+            self._binding.bind_ortvalue_input(name, known[1])
+        else:
+            self._binding.bind_ortvalue_output(name, known[1])
 
     def bind_in_place(self, source: str, result: str, array: NDArray[Any]) -> None:
         """Bind one array as a past input and its present output: the operator then appends in place, without a copy."""
@@ -128,12 +146,25 @@ class Scratch:
 
     def __init__(self) -> None:
         self._flat: dict[str, NDArray[Any]] = {}
+        self._views: dict[tuple[str, tuple[int, ...]], NDArray[Any]] = {}
 
     def array(self, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
-        """An uninitialised C-contiguous view of `shape`; valid until the next call with the same name."""
-        size = math.prod(shape)
+        """An uninitialised C-contiguous view of `shape`, the same object for the same shape while the buffer lasts.
+
+        Its content is valid until the next call with the same name. For shapes of which there are few.
+        """
+        view = self._views.get((name, shape))
+        if view is None:
+            size = math.prod(shape)
+            view = self._views[name, shape] = self.flat(name, size, dtype)[:size].reshape(shape)
+        return view
+
+    def flat(self, name: str, size: int, dtype: type[np.generic]) -> NDArray[Any]:
+        """The whole buffer, of at least `size` items."""
         flat = self._flat.get(name)
-        if flat is None or flat.size < size or flat.dtype != dtype:
+        if flat is None or flat.size < size:
             grown = size if flat is None or flat.size * 2 < size else flat.size * 2
             flat = self._flat[name] = np.empty(max(grown, 1), dtype)
-        return flat[:size].reshape(shape)
+            for key in [key for key in self._views if key[0] == name]:
+                del self._views[key]  # views of the old buffer
+        return flat

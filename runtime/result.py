@@ -1,7 +1,10 @@
 """What a generation yields; the field names are a contract of `--json`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from elsi_edge.runtime.tree import Source
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -14,6 +17,16 @@ class Timings:
     propose: float = 0.0
     verify: float = 0.0
     other: float = 0.0  # sampling, commit, text
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceCounts:
+    """What became of the nodes that one source proposed."""
+
+    drafted: int  # nodes
+    accepted: int
+    drafted_by_depth: tuple[int, ...]  # nodes at depth 1, 2, ...
+    accepted_by_depth: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +53,11 @@ class GenerationResult:
     provider: str
     threads: int
     peak_memory_bytes: int  # peak resident set of this process
+    reused_tokens: int = 0  # of the prompt, from the turn before
+    by_source: Mapping[Source, SourceCounts] = field(default_factory=dict)  # draft, ngram, both (they agreed)
+    empty_rounds: int = 0  # verifications without candidates
+    switched_off: int = 0  # times that speculation was found slower than plain decoding
+    tuned: bool = False  # whether a tuning file chose
     warnings: tuple[str, ...] = ()
     timings: Timings = field(default_factory=Timings)
 

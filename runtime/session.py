@@ -4,27 +4,27 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Protocol, Self
 
 from elsi_edge.artifacts import Precision
 from elsi_edge.bundle import Bundle
-from elsi_edge.errors import BundleError, PromptError, UsageError
+from elsi_edge.errors import PromptError, UsageError
 from elsi_edge.machine import cores
 from elsi_edge.runtime.answer import Answer, TokenStream
 from elsi_edge.runtime.decode import Plan, Round, rounds
 from elsi_edge.runtime.engines import BundleEngines, Engine
 from elsi_edge.runtime.memory import peak_resident_bytes
-from elsi_edge.runtime.options import GenerateOptions, SessionSettings
+from elsi_edge.runtime.options import PROPOSALS, GenerateOptions, SessionSettings
 from elsi_edge.runtime.ort import resolve_provider
-from elsi_edge.runtime.result import FinishReason, GenerationEvent, GenerationResult, Timings
+from elsi_edge.runtime.pace import Clock, Pace
+from elsi_edge.runtime.policy import Mode, Policy, decide
+from elsi_edge.runtime.result import GenerationEvent, GenerationResult, Timings
 from elsi_edge.runtime.sampling import choose, is_greedy
+from elsi_edge.runtime.tally import Tally
+from elsi_edge.runtime.tuning import Tuning, find_tuning
 from elsi_edge.text import TextCodec
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
-Mode = Literal["plain", "chain", "tree"]
-
-DEFAULT_DRAFT_NODES: Mapping[Precision, int] = {"fp32": 4, "int8": 1, "int4": 1}  # until the device was measured
-EXACT_CHAIN_NODES = 15  # int4 and int8 kernels give the same bits for 1 to 16 rows
 
 
 class Codec(Protocol):
@@ -39,27 +39,57 @@ class Codec(Protocol):
     def stream(self) -> TokenStream: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Memory:
+    """What the caches hold after a generation."""
+
+    engine: Engine
+    drafting: bool  # whether the proposer saw it too
+    tokens: tuple[int, ...]  # in the target's cache
+
+    def shared(self, prompt_ids: Sequence[int]) -> int:
+        """Tokens at the prompt's start that need no prefill: the draft pairs each with the one after it, so one less
+        than are equal."""
+        equal = 0
+        for one, other in zip(self.tokens, prompt_ids, strict=False):
+            if one != other:
+                break
+            equal += 1
+        return max(0, min(equal, len(prompt_ids)) - 1)
+
+
 @dataclass(kw_only=True)
-class _Tally:
-    """Running counts of a generation."""
+class _Run:
+    """A generation under way."""
 
-    verifications: int = 0
-    emitted: int = 0  # tokens that verifications brought and the answer used
-    drafted: int = 0
-    by_depth: list[int] = field(default_factory=list)
-    propose: float = 0.0
-    verify: float = 0.0
+    policy: Policy
+    plan: Plan
+    pace: Pace
+    answer: Answer
+    seed: int
+    prompt_tokens: int
+    tally: Tally = field(default_factory=Tally)
+    begun: float = field(default_factory=time.perf_counter)
+    first: float = 0.0  # when the first token was there
 
-    def add(self, one: Round, used: int) -> None:
-        self.verifications += 1
-        self.emitted += used
-        self.drafted += one.drafted
-        self.propose += one.seconds_propose
-        self.verify += one.seconds_target
-        for depth in range(min(used, len(one.tokens) - 1)):  # drafts beyond the answer's end do not count
-            if depth == len(self.by_depth):
-                self.by_depth.append(0)
-            self.by_depth[depth] += 1
+    @property
+    def drafting(self) -> bool:
+        """Whether anything may be proposed."""
+        return self.policy.mode != "plain"
+
+    def take(self, one: Round) -> tuple[str, int]:
+        """Tokens of a round, up to the answer's end: the text that may be shown, and how many were used."""
+        text, used = "", 0
+        for token in one.tokens:
+            text += self.answer.push(token)
+            used += 1
+            if self.answer.finish_reason is not None:
+                break
+        if self.first == 0.0:
+            self.first = time.perf_counter()
+        else:
+            self.tally.add(one, used)
+        return text, used
 
 
 class Session:
@@ -74,11 +104,19 @@ class Session:
         context: int,
         settings: SessionSettings,
         has_draft: bool,
+        has_ngrams: bool = False,
+        tuning: Tuning | None = None,
+        warnings: tuple[str, ...] = (),
     ) -> None:
         self.codec, self.precision, self.context = codec, precision, context
         self.settings, self.has_draft = settings, has_draft
+        self.tuning, self.warnings = tuning, warnings
+        there = {"draft": has_draft, "ngram": has_ngrams}
+        self._sources = tuple(name for name in PROPOSALS if there[name])
         self._engines = engines  # exact? -> engine
-        self._running: object = None  # marks the generation that owns the engine's caches
+        self._running: _Run | None = None  # marks the generation that owns the engine's caches
+        self._memory: _Memory | None = None  # of the last generation, None while one runs
+        self._clock = Clock()
 
     @classmethod
     def open(cls, bundle: Path | str, settings: SessionSettings | None = None) -> Self:
@@ -86,13 +124,17 @@ class Session:
         settings = settings or SessionSettings()
         resolve_provider(settings.provider)
         loaded = Bundle.load(Path(bundle))
+        tuning, warning = find_tuning(loaded.directory, settings) if settings.tuning else (None, "")
         return cls(
             codec=TextCodec.open(loaded.directory),
-            engines=BundleEngines(loaded, settings),
+            engines=BundleEngines(loaded, settings, tuning),
             precision=loaded.manifest.precision,
             context=loaded.manifest.context,
             settings=settings,
             has_draft=not loaded.manifest.plain_only,
+            has_ngrams=True,
+            tuning=tuning,
+            warnings=(warning,) if warning else (),
         )
 
     def generate(self, prompt: str | Sequence[Message], options: GenerateOptions | None = None) -> GenerationResult:
@@ -112,7 +154,7 @@ class Session:
         """
         options = options or GenerateOptions()
         prompt_ids = self.encode(prompt, options)
-        return self._events(prompt_ids, options, self.mode(options))
+        return self._events(prompt_ids, options, self.policy(options))
 
     def encode(self, prompt: str | Sequence[Message], options: GenerateOptions) -> list[int]:
         """Token ids of a prompt: through the chat template, or raw. Raises PromptError when empty or too long."""
@@ -139,120 +181,106 @@ class Session:
             )
         return ids
 
-    def mode(self, options: GenerateOptions) -> Mode:
-        """What the options ask for on this bundle. Raises UsageError for a budget that exact mode cannot hold."""
-        budget = self.budget(options)
-        if budget == 0:
-            return "plain"
-        if self.precision == "fp32" or not options.exact:
-            return "chain" if options.shape == "chain" else "tree"
-        if options.shape == "tree":
-            raise UsageError(
-                f"--shape tree at {self.precision} is not exact: its attention sums a path's keys in another order "
-                "when they are not adjacent, and rounding then changes tokens; add --no-exact, or use a chain or fp32"
-            )
-        if budget > EXACT_CHAIN_NODES:
-            raise UsageError(
-                f"--draft-nodes is {budget}, exact mode at {self.precision} holds chains of at most "
-                f"{EXACT_CHAIN_NODES}: its kernels give the same bits for 1 to 16 rows only; use fewer, or --no-exact"
-            )
-        return "chain"
+    def policy(self, options: GenerateOptions) -> Policy:
+        """How such a call drafts on this bundle. Raises UsageError, BundleError for what cannot be had."""
+        return decide(options, precision=self.precision, sources=self._sources, tuning=self.tuning)
 
     def engine(self, *, exact: bool) -> Engine:
         """The loaded target and proposer of a mode, loading them if need be: to run the loop with another proposer."""
         return self._engines[exact]
 
-    def budget(self, options: GenerateOptions) -> int:
-        """N, the drafted nodes of a round. Raises BundleError when a draft is asked for and there is none."""
-        if options.plain:
-            return 0
-        if not self.has_draft:
-            if options.draft_nodes:
-                raise BundleError(
-                    f"--draft-nodes is {options.draft_nodes}, but this bundle has no draft; "
-                    "use --plain or export with one"
-                )
-            return 0
-        return DEFAULT_DRAFT_NODES[self.precision] if options.draft_nodes is None else options.draft_nodes
-
-    def _events(self, prompt_ids: list[int], options: GenerateOptions, mode: Mode) -> Iterator[GenerationEvent]:
+    def _events(self, prompt_ids: list[int], options: GenerateOptions, policy: Policy) -> Iterator[GenerationEvent]:
         engine = self.engine(exact=options.exact)
-        seed = options.resolved_seed()
-        limit = min(options.max_tokens, self.context - len(prompt_ids))
-        plan = Plan(budget=self.budget(options), chain=mode != "tree", limit=limit, context=self.context)
-        answer = Answer(self.codec.stream(), eos_ids=self.codec.eos_ids, stop=options.stop, limit=limit)
-        tally = _Tally()
-        start = time.perf_counter()
-        first = 0.0
+        run = self._start(prompt_ids, options, policy, engine)
         loop = rounds(
             engine.target,
-            None if mode == "plain" else engine.proposer,
+            engine.proposer if run.drafting else None,
             prompt_ids,
-            plan,
-            lambda logits, index: choose(logits, options, seed=seed, index=index),
+            run.plan,
+            lambda logits, index: choose(logits, options, seed=run.seed, index=index),
+            run.pace,
         )
-        running = self._running = object()
-        for one in loop:
-            text, used = "", 0
-            for token in one.tokens:
-                text += answer.push(token)
-                used += 1
-                if answer.finish_reason is not None:
+        at_rest = False  # whether the caches are as a round left them
+        try:
+            for one in loop:
+                text, used = run.take(one)
+                at_rest = True
+                if run.answer.finish_reason is not None:
                     break
-            if first == 0.0:
-                first = time.perf_counter()
-            else:
-                tally.add(one, used)
-            if answer.finish_reason is not None:
-                break
-            yield GenerationEvent(text=text, token_ids=one.tokens)
-            if self._running is not running:
-                raise UsageError("this generation was ended by another one on the same session; open a second session")
-        end = time.perf_counter()
-        result = self._result(answer, tally, options, mode, plan, seed, len(prompt_ids), (start, first, end))
-        yield GenerationEvent(text=text, token_ids=one.tokens[:used], result=result)
+                yield GenerationEvent(text=text, token_ids=one.tokens)
+                if self._running is not run:
+                    raise UsageError(
+                        "this generation was ended by another one on the same session; open a second session"
+                    )
+                at_rest = False
+            yield GenerationEvent(text=text, token_ids=one.tokens[:used], result=self._result(run, options))
+        finally:
+            if at_rest and self._running is run:
+                # The caches hold all that was emitted but the last token; rows beyond the answer's end do not count.
+                held = (*prompt_ids, *run.answer.token_ids[:-1])
+                self._memory = _Memory(engine=engine, drafting=run.drafting, tokens=held)
 
-    def _result(
-        self,
-        answer: Answer,
-        tally: _Tally,
-        options: GenerateOptions,
-        mode: Mode,
-        plan: Plan,
-        seed: int,
-        prompt_tokens: int,
-        clock: tuple[float, float, float],
-    ) -> GenerationResult:
-        start, first, end = clock
-        reason: FinishReason = answer.finish_reason or "length"
+    def _start(self, prompt_ids: list[int], options: GenerateOptions, policy: Policy, engine: Engine) -> "_Run":
+        memory, self._memory = self._memory, None
+        drafting = policy.mode != "plain"
+        kept = 0
+        if options.reuse_prefix and memory is not None and memory.engine is engine and memory.drafting >= drafting:
+            kept = memory.shared(prompt_ids)
+        limit = min(options.max_tokens, self.context - len(prompt_ids))
+        run = self._running = _Run(
+            policy=policy,
+            plan=Plan(
+                budget=policy.budget,
+                chain=policy.mode != "tree",
+                limit=limit,
+                context=self.context,
+                proposals=policy.proposals,
+                kept=kept,
+            ),
+            pace=policy.pace(options, self.precision, self._clock),
+            answer=Answer(self.codec.stream(), eos_ids=self.codec.eos_ids, stop=options.stop, limit=limit),
+            seed=options.resolved_seed(),
+            prompt_tokens=len(prompt_ids),
+        )
+        return run
+
+    def _result(self, run: "_Run", options: GenerateOptions) -> GenerationResult:
+        end = time.perf_counter()
+        answer, tally, policy = run.answer, run.tally, run.policy
         after_first = len(answer.token_ids) - 1
-        exact, words = self._exactness(options, mode)
+        exact, words = self._exactness(options, policy.mode)
         return GenerationResult(
             token_ids=tuple(answer.token_ids),
             text=answer.text,
-            finish_reason=reason,
-            prompt_tokens=prompt_tokens,
+            finish_reason=answer.finish_reason or "length",
+            prompt_tokens=run.prompt_tokens,
             tau=tally.emitted / tally.verifications if tally.verifications else None,
             accepted_per_verification=sum(tally.by_depth) / tally.verifications if tally.verifications else None,
             verifications=tally.verifications,
             drafted=tally.drafted,
             accepted_by_depth=tuple(tally.by_depth),
-            tokens_per_s=after_first / (end - first) if after_first > 0 else None,
-            time_to_first_token_ms=(first - start) * 1e3,
+            tokens_per_s=after_first / (end - run.first) if after_first > 0 else None,
+            time_to_first_token_ms=(run.first - run.begun) * 1e3,
             exact=exact,
             exactness=words,
-            mode=mode,
-            draft_nodes=plan.budget,
-            seed=None if is_greedy(options) else seed,
+            mode=policy.mode,
+            draft_nodes=policy.budget,
+            seed=None if is_greedy(options) else run.seed,
             precision=self.precision,
             provider=resolve_provider(self.settings.provider),
             threads=self.settings.threads or cores().usable,
             peak_memory_bytes=peak_resident_bytes(),
+            reused_tokens=run.plan.kept,
+            by_source=tally.by_source(),
+            empty_rounds=tally.empty,
+            switched_off=run.pace.switched_off,
+            tuned=policy.tuning is not None and options.draft_nodes is None,
+            warnings=self.warnings,
             timings=Timings(
-                prefill=first - start,
+                prefill=run.first - run.begun,
                 propose=tally.propose,
                 verify=tally.verify,
-                other=max(0.0, end - first - tally.propose - tally.verify),
+                other=max(0.0, end - run.first - tally.propose - tally.verify),
             ),
         )
 

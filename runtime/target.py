@@ -33,8 +33,8 @@ class Target(Protocol):
         """S, tokens in the cache."""
         ...
 
-    def reset(self) -> None:
-        """Empty the cache."""
+    def keep(self, rows: int) -> None:
+        """Forget everything but the first `rows` tokens of the cache; 0 empties it."""
         ...
 
     def prefill(self, token_ids: Sequence[int]) -> TargetStep:
@@ -80,6 +80,10 @@ class OrtTarget:
         """Empty the cache; its buffers stay."""
         self.cache.length = 0
 
+    def keep(self, rows: int) -> None:
+        """Forget everything but the first `rows` tokens of the cache."""
+        self.cache.truncate(rows)
+
     def prefill(self, token_ids: Sequence[int]) -> TargetStep:
         """Append and commit tokens in blocks of PREFILL_ROWS rows. Returns logits [1, V] and taps [T, M*E]."""
         taps = np.empty((len(token_ids), self.tap_width), np.float32)
@@ -113,11 +117,11 @@ class OrtTarget:
         wanted[:] = logit_rows
         logits = self._scratch.array("logits", (1, len(logit_rows), self.vocab_size), np.float32)
         taps = self._scratch.array("taps", (1, rows, self.tap_width), np.float32)
-        self._graph.bind_input("input_ids", ids)
-        self._graph.bind_input("logit_rows", wanted)
-        self._graph.bind_output("logits", logits)
+        self._graph.use("input_ids", ids)
+        self._graph.use("logit_rows", wanted)
+        self._graph.use("logits", logits)
         if self.tap_width:
-            self._graph.bind_output("taps", taps)
+            self._graph.use("taps", taps)
         if self.is_tree:
             self._bind_tree(tree, rows, cached)
         self._graph.run()
@@ -126,6 +130,6 @@ class OrtTarget:
     def _bind_tree(self, tree: Tree, rows: int, cached: int) -> None:
         positions = self._scratch.array("positions", (1, rows), np.int64)
         positions[0] = cached + tree.depths()
-        flat = self._scratch.array("bias", (rows * (cached + rows),), np.float32)
-        self._graph.bind_input("position_ids", positions)
+        flat = self._scratch.flat("bias", rows * (cached + rows), np.float32)
+        self._graph.use("position_ids", positions)
         self._graph.bind_input("attention_bias", attention_bias(tree.ancestors(), cached, out=flat))

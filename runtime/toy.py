@@ -69,6 +69,10 @@ class ToyTarget:
         """Empty the cache."""
         self.cache.length = 0
 
+    def keep(self, rows: int) -> None:
+        """Forget everything but the first `rows` tokens of the cache."""
+        self.cache.truncate(rows)
+
     def prefill(self, token_ids: Sequence[int]) -> TargetStep:
         """Append and commit tokens. Returns logits [1, V] of the last one and taps [T, 1] of all."""
         step = self.verify(token_ids[0], Tree.chain(token_ids[1:]))

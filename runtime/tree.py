@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+Source = Literal["draft", "ngram", "both"]  # who proposed a node; both when they said the same
 
 ROOT = -1  # parent of a first-level node: the last emitted token, which is row 0 of a verification
 
@@ -19,12 +21,15 @@ class Tree:
 
     tokens: NDArray[np.int64]  # [N] target token ids
     parents: NDArray[np.int64]  # [N] index of the parent node, ROOT for the first level
+    sources: tuple[Source, ...] = ()  # [N], or empty when all are the draft's
 
     def __post_init__(self) -> None:
         if self.tokens.shape != self.parents.shape or self.tokens.ndim != 1:
             raise ValueError(f"tokens {self.tokens.shape} and parents {self.parents.shape} must be equal vectors")
-        if self.size and not bool(np.all((self.parents >= ROOT) & (self.parents < np.arange(self.size)))):
+        if any(not ROOT <= parent < node for node, parent in enumerate(self.parents.tolist())):
             raise ValueError("a node's parent must come before it")
+        if self.sources and len(self.sources) != self.size:
+            raise ValueError(f"{len(self.sources)} sources for {self.size} nodes")
 
     @classmethod
     def empty(cls) -> Self:
@@ -49,10 +54,10 @@ class Tree:
 
     def depths(self) -> NDArray[np.int64]:
         """[N + 1] depth of each row; the root has 0. A row's position is the root's plus its depth."""
-        depths = np.zeros(self.size + 1, np.int64)
-        for node, parent in enumerate(self.parents):
-            depths[node + 1] = depths[parent + 1] + 1
-        return depths
+        depths = [0]
+        for parent in self.parents.tolist():
+            depths.append(depths[parent + 1] + 1)
+        return np.array(depths, np.int64)
 
     def ancestors(self) -> NDArray[np.bool_]:
         """[N + 1, N + 1] which rows each row sees: its ancestors and itself.
@@ -65,19 +70,30 @@ class Tree:
             c     1 1 0 1
         """
         seen = np.eye(self.size + 1, dtype=np.bool_)
-        for node, parent in enumerate(self.parents):
+        for node, parent in enumerate(self.parents.tolist()):
             seen[node + 1] |= seen[parent + 1]
         return seen
 
     def children(self, row: int) -> dict[int, int]:
         """Rows of the children of `row`, by token; of two children with one token the first counts."""
-        found: dict[int, int] = {}
-        for node in np.flatnonzero(self.parents == row - 1):
-            found.setdefault(int(self.tokens[node]), int(node) + 1)
+        return {token: child for (parent, token), child in self.edges().items() if parent == row}
+
+    def edges(self) -> dict[tuple[int, int], int]:
+        """Rows by their parent's row and their token; of two children with one token the first counts."""
+        found: dict[tuple[int, int], int] = {}
+        for node, (parent, token) in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
+            found.setdefault((parent + 1, token), node + 1)
         return found
 
 
-def best_first(tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float], budget: int) -> Tree:
+def best_first(
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    scores: Sequence[float],
+    budget: int,
+    *,
+    sources: Sequence[Source] = (),
+) -> Tree:
     """The `budget` nodes of highest path score, parents first (EAGLE-2's reranking, arXiv 2406.16858 section 4.2).
 
     `scores` [n] are path log-probabilities, so a child never scores above its parent; ties go to the earlier node,
@@ -89,6 +105,7 @@ def best_first(tokens: Sequence[int], parents: Sequence[int], scores: Sequence[f
     return Tree(
         tokens=np.array([tokens[node] for node in kept], np.int64),
         parents=np.array([ROOT if parents[n] == ROOT else place[parents[n]] for n in kept], np.int64),
+        sources=tuple(sources[node] for node in kept) if sources else (),
     )
 
 

@@ -34,11 +34,11 @@ def walk(tree: Tree, logits: NDArray[np.float32], choose: Callable[[NDArray[np.f
     `logits` [N + 1, V] are the target's, one row per node and the root; `choose(row_logits, depth)` is the token that
     plain decoding takes after that row.
     """
-    rows, tokens = [0], []
+    rows, tokens, edges = [0], [], tree.edges()
     while True:
         token = choose(logits[rows[-1]], len(rows) - 1)
         tokens.append(token)
-        child = tree.children(rows[-1]).get(token)
+        child = edges.get((rows[-1], token))
         if child is None:
             return Verdict(rows=tuple(rows), tokens=tuple(tokens))
         rows.append(child)

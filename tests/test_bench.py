@@ -13,6 +13,7 @@ from elsi_edge.loops import is_looping
 from elsi_edge.packaged import builtin_bench_prompts
 from elsi_edge.runtime.bench import BenchSettings, check_prompts, measure, warm_up
 from elsi_edge.runtime.bench_report import BenchAnswer, summarise
+from elsi_edge.runtime.proposal import Bounds
 from elsi_edge.runtime.result import GenerationResult, Timings
 from elsi_edge.runtime.session import Session
 from elsi_edge.runtime.toy import ToyCodec, ToyTarget, toy_session
@@ -28,14 +29,15 @@ class Alphabet:
     def __init__(self, *, step: int = 1) -> None:
         self.step, self.last = step, 0
 
-    def reset(self) -> None:
+    def keep(self, rows: int) -> None:
         self.last = 0
 
     def observe(self, next_tokens: Sequence[int], taps: NDArray[np.float32]) -> None:
         self.last = next_tokens[-1]
 
-    def propose(self, budget: int, *, chain: bool) -> Tree:
-        return Tree.chain([(self.last + self.step * (i + 1)) % V for i in range(budget)])
+    def propose(self, bounds: Bounds) -> Tree:
+        count = min(bounds.budget, bounds.depth)
+        return Tree.chain([(self.last + self.step * (i + 1)) % V for i in range(count)])
 
 
 def alphabet_session(proposer: Alphabet | None, *, context: int = 4096) -> Session:

@@ -185,7 +185,10 @@ def test_command_writes_a_selection_and_says_what_comes_next(call: Command, tmp_
     assert str(page) in out.replace("\n", "") and f"tap {found.taps[0]}" in page.read_text()
     assert not list(page.parent.glob("*partial*"))
     assert max(map(len, out.splitlines()[:10])) <= 80
-    assert err.splitlines() == [f"Next: elsi-edge export {found.model} --plain-only"]
+    started = [line.split(":")[0] for line in err.splitlines()[:-2]]
+    assert started == ["calibrate", "compare taps", "measure pairs of taps", "probe"]  # a line each, no more
+    assert "learns from the target as it will be deployed" in err.splitlines()[-2]
+    assert err.splitlines()[-1] == f"Next: elsi-edge export {found.model} --plain-only"
     assert Path("wave.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -194,6 +197,43 @@ def test_few_positions_are_warned_of_on_stderr(call: Command) -> None:
     assert code == 0 and "10%" in out
     assert "warning: " in err and f"few for states of width {WIDTH}" in err
     assert err.splitlines()[-1].endswith("--work w")
+
+
+def test_a_selection_that_is_replaced_is_kept_and_named(call: Command, tmp_path: Path) -> None:
+    place = tmp_path / "work" / "tiny"
+    asked = ("--prompts", "prompts.jsonl", "--no-probe")
+    assert "replaces" not in call(*asked)[2]
+    first = (place / "selection.json").read_bytes()
+    assert "replaces" not in call(*asked)[2]  # the same again
+    old = json.loads(first)["taps"]
+    _, out, err = call(*asked, "--taps", "1,3")
+    assert f"selection.json replaces the selection of tap {old[0]} (elsi, m = 1, 12 prompts) made before" in err
+    assert (place / "selection.previous.json").read_bytes() == first
+    assert "Pick (given with --taps, m = 2): taps 1, 3" in out and "explicit" not in out + err
+    assert "explicit" not in (place / "calibration" / "report.html").read_text()
+    (place / "selection.json").write_text("{")
+    assert "replaces a file that is no selection" in call(*asked)[2]
+
+
+def test_the_next_command_names_what_the_default_places_do_not_hold(call: Command, model: SourceModel) -> None:
+    name = str(model.directory)
+    asked = ("--prompts", "prompts.jsonl", "--no-probe", "--answers", "0", "--work", "w w", "--taps", "1,3")
+    assert call(*asked)[2].endswith(f"Next: elsi-edge export {name} --plain-only --work 'w w'\n")
+    plain = Path("w w/tiny/plain-int8")
+    plain.mkdir(parents=True)
+    (plain / "manifest.json").touch()
+    line = f"Next: elsi-edge distill {name} --taps 1,3 --bundle 'w w/tiny/plain-int8' --work 'w w'\n"
+    assert call(*asked, "--out", "mine.json")[2].endswith(line)
+    code, _, err = call("--prompts", "prompts.jsonl", "--answers", "8", "--work", "x x")
+    assert code == 1 and err.endswith(f"elsi-edge export {name} --plain-only --work 'x x'\n")
+
+
+def test_a_probe_that_was_not_scored_says_why(call: Command, tmp_path: Path) -> None:
+    Path("two.txt").write_text(f"{PAGE[:60]}\n{PAGE[90:160]}\n".replace("\n\n", " "))
+    code, out, _ = call("--prompts", "two.txt")
+    assert code == 0 and "Probe: not scored: " in out and "50 needed" in " ".join(out.split())
+    page = (tmp_path / "work" / "tiny" / "calibration" / "report.html").read_text()
+    assert "Probe: not scored: " in page and "The probe is not part of this run" not in page
 
 
 def test_prompts_that_all_end_alike_are_measured(call: Command) -> None:
@@ -209,7 +249,8 @@ def test_the_same_inputs_give_the_same_file(call: Command) -> None:
     for name in ("a.json", "b.json"):
         assert call("--prompts", "prompts.jsonl", "--m", "2", "--method", "elsi-c", "--out", name)[0] == 0
     assert Path("a.json").read_bytes() == Path("b.json").read_bytes()
-    assert json.loads(Path("a.json").read_text())["m"] == 2
+    found = json.loads(Path("a.json").read_text())
+    assert found["m"] == 2 and found["taps"] in [each["taps"] for each in found["stability"]["sets"]]
 
 
 def test_json_is_the_last_line(call: Command) -> None:

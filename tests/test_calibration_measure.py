@@ -16,15 +16,25 @@ import pytest
 from numpy.typing import NDArray
 
 from elsi_edge.artifacts import LayerSelection, ModelShape, PromptRow
-from elsi_edge.calibration import CalibrationSettings, analyse, capture, cost, measure, parallel, stability, verdict
+from elsi_edge.calibration import (
+    CalibrationSettings,
+    analyse,
+    capture,
+    cost,
+    measure,
+    parallel,
+    stability,
+    stages,
+    verdict,
+)
 from elsi_edge.calibration.analysis import Analysis, RuleResult, Search, Settling
 from elsi_edge.calibration.checkpoint import Checkpoint
 from elsi_edge.calibration.cka import linear_cka
-from elsi_edge.calibration.measure import Plan, Sums, evaluate
 from elsi_edge.calibration.rules import known_sets
 from elsi_edge.calibration.search import Sets, show_pairs, show_triples, wins
 from elsi_edge.calibration.settings import no_progress
 from elsi_edge.calibration.statistics import NORMALISATIONS, Normalisation, centre_in_place
+from elsi_edge.calibration.sums import Plan, Sums, evaluate
 from elsi_edge.errors import SelectionError
 from elsi_edge.models import SourceModel, resolve
 from elsi_edge.processes import Alone
@@ -111,7 +121,7 @@ class Batches:
 def test_interrupted_after_any_batch_and_resumed_is_uninterrupted(
     model: SourceModel, batches: Batches, tmp_path: Path, settings: CalibrationSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "STABLE_STEP", 8)
+    monkeypatch.setattr(stages, "STABLE_STEP", 8)
     straight = results(run(model, settings))
     total = batches.seen
     assert total >= 5
@@ -304,13 +314,13 @@ def test_a_reservoir_that_holds_all_says_what_the_stream_says(model: SourceModel
 def test_stages_are_nested_parts_of_one_order() -> None:
     order = list(np.random.default_rng(0).permutation(256))
     for stable, sizes in ((False, [64, 64, 128]), (True, [32] * 8)):
-        stages = measure._stages(order, CalibrationSettings(until_stable=stable))
-        assert [len(stage) for stage in stages] == sizes
-        assert [i for stage in stages for i in stage] == order
+        parts = stages.stages_of(order, CalibrationSettings(until_stable=stable))
+        assert [len(stage) for stage in parts] == sizes
+        assert [i for stage in parts for i in stage] == order
     for count in (1, 2, 7, 8, 15, 16, 17, 33):
         for stable in (False, True):
-            stages = measure._stages(list(range(count)), CalibrationSettings(until_stable=stable))
-            assert [i for stage in stages for i in stage] == list(range(count)) and all(stages)
+            parts = stages.stages_of(list(range(count)), CalibrationSettings(until_stable=stable))
+            assert [i for stage in parts for i in stage] == list(range(count)) and all(parts)
 
 
 def look(tap: int, share: float, prompts: int = 32) -> Settling:
@@ -358,7 +368,7 @@ def planted_states(monkeypatch: pytest.MonkeyPatch, rich: int | None) -> None:
 
 
 def test_until_stable_stops_early_on_an_easy_case(model: SourceModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "STABLE_STEP", 8)
+    monkeypatch.setattr(stages, "STABLE_STEP", 8)
     planted_states(monkeypatch, rich=5)
     rows = [dataclasses.replace(ROWS[i % len(ROWS)], id=f"q{i}") for i in range(60)]
     found = run(model, dataclasses.replace(QUICK, until_stable=True), rows=rows)
@@ -371,7 +381,7 @@ def test_until_stable_stops_early_on_an_easy_case(model: SourceModel, monkeypatc
 
 
 def test_until_stable_uses_all_prompts_when_it_never_is(model: SourceModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "STABLE_STEP", 8)
+    monkeypatch.setattr(stages, "STABLE_STEP", 8)
     planted_states(monkeypatch, rich=None)
     monkeypatch.setattr(stability, "STABLE_SHARE", 0.97)
     found = run(model, dataclasses.replace(QUICK, until_stable=True))
@@ -495,7 +505,8 @@ def test_three_short_prompts(model: SourceModel) -> None:
 def test_one_prompt(model: SourceModel, settings: dict[str, Any], tokens: int) -> None:
     found = run(model, CalibrationSettings(**settings), rows=ROWS[:1])
     assert results(found) and found.selection.tokens >= tokens
-    assert found.selection.variance == {} and found.selection.probe == {}  # nothing to compare, nothing held out
+    assert found.selection.variance == {} and "agreement" not in found.selection.probe  # nothing held out
+    assert found.selection.probe["text"] == "Probe: not scored: 0 held-out positions, 50 needed; give more prompts."
     assert "1 prompts are too few" in found.selection.stability["text"]
 
 

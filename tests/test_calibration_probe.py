@@ -232,7 +232,7 @@ AGREEMENT = (0.40, 0.20, 0.30, 0.25)  # tap 0 is best and does not count
         ((3,), 0.25, True, ["FLAGGED: tap 2 does better by itself (0.300)", "16.7% behind", "--taps 2"]),
         ((3,), 0.2911, False, ["the pick is within 3% of the best tap (2)"]),
         ((3,), 0.2909, True, ["3.0% behind"]),
-        ((1, 3), 0.33, False, ["taps 1, 3 foresees", "within 3%"]),
+        ((1, 3), 0.33, False, ["taps 1, 3 foresee", "within 3%"]),
     ],
 )
 def test_a_pick_that_is_more_than_three_percent_behind_is_flagged(

@@ -282,3 +282,75 @@ def test_template_and_style_are_installed() -> None:
     other = [path.name for path in (root / "calibration").iterdir() if path.is_file() and path.suffix != ".py"]
     assert len(other) == 2
     assert all(any(fnmatch(name, p) for p in patterns["elsi_edge.calibration"]) for name in other)
+
+
+def shown(analysis: Analysis) -> Page:
+    return Page(render(analysis, plots.pictures(analysis)))
+
+
+def test_single_taps_are_called_so_beside_a_set() -> None:
+    full = make_analysis(30, m=3)
+    text = shown(full).text
+    assert text.count("Single taps, not what was chosen") == 2 and "single tap resamples won" in text
+    assert "Single taps, not what" not in shown(make_analysis(30)).text
+    one, set_of_three = plots.pictures(make_analysis(30)), plots.pictures(full)
+    assert one["wins"] != set_of_three["wins"] and one["settling"] != set_of_three["settling"]
+
+
+def test_what_greedy_is_compared_with_depends_on_the_choice() -> None:
+    assert "At m = 1 there is nothing to compare" in shown(make_analysis(30)).text
+    assert "says how much that leaves on the table" in shown(make_analysis(30, m=3)).text
+    other = make_analysis(30, m=3)
+    other = replace(other, selection=replace(other.selection, method="elsi-c"))
+    assert "The chosen set is not among these" in shown(other).text
+
+
+def test_one_compartment_or_few_positions_are_not_drawn_as_several() -> None:
+    full = make_analysis(30)
+    one = replace(full, selection=replace(full.selection, compartments=((0, 30),), cka_transitions=()))
+    few = replace(full, cka_rows=500)  # fewer than the width
+    none = replace(full, selection=replace(full.selection, compartments=(), cka_transitions=()))
+    for analysis, words in ((one, "All taps form one compartment"), (few, "too few to tell compartments apart")):
+        text = shown(analysis).text
+        assert (
+            words in text
+            and "Shades change" not in text
+            and "compartments: none" in render(analysis, plots.pictures(analysis))
+        )
+    bare = plots.pictures(none)
+    for name in ("entropy-wave", "cka"):
+        assert plots.pictures(one)[name] == bare[name] != plots.pictures(full)[name]
+
+
+def test_a_single_look_is_no_curve() -> None:
+    full = make_analysis(30)
+    found = shown(replace(full, settling=full.settling[-1:]))
+    assert "Where it settles" not in found.text and len(found.images) == len(plots.FIGURES) - 1
+
+
+def test_the_sweep_is_a_table_and_no_json() -> None:
+    full = make_analysis(30, m=3)
+    sweep = [{"weight": 0.0, "taps": [5, 27]}, {"weight": 0.5, "taps": [5, 29]}]
+    settings = {**full.selection.settings, "cka_weight_sweep": sweep}
+    analysis = replace(full, selection=replace(full.selection, method="elsi-c", cka_weight=0.5, settings=settings))
+    text = render(analysis, {})
+    assert "cka weight sweep" not in text and "&#34;weight&#34;" not in text
+    assert '<tr class="chosen"><th scope="row">0.50</th><td>5, 29</td></tr>' in text
+    assert '<tr><th scope="row">0.00</th><td>5, 27</td></tr>' in text
+
+
+def test_numbers_beside_points_touch_nothing() -> None:
+    """In a cloud of points some numbers are left out, those that matter stand."""
+    from matplotlib.figure import Figure
+
+    from elsi_edge.calibration import plots_maps
+
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(0.0, 1.0, 60), draw.normal(0.0, 1.0, 60)
+    axes = Figure().subplots()
+    axes.scatter(x, y)
+    plots_maps._label_points(axes, x, y, {7: 16.0}, {7, 59})
+    named = {text.get_text(): text for text in axes.texts}
+    assert 20 < len(named) <= 60 and {"7", "59"} <= set(named)
+    away = float(np.hypot(*named["7"].xyann))  # type: ignore[attr-defined]
+    assert away > 8.0  # outside its ring

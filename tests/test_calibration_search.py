@@ -173,6 +173,36 @@ def test_influence_of_rows_on_a_sets_entropy_is_its_derivative(rows: int) -> Non
         assert found[row] == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=0.02, abs=0.01)
 
 
+def test_the_chosen_set_is_listed_and_judged_by_its_own_rule() -> None:
+    """Taps 1 and 2 hold most but are alike: joint entropy takes them, a penalty on likeness does not."""
+    sets, prompt = sets_of(random_rows(5, rows=400)), np.repeat(np.arange(20), 20)
+    best = max(search.pairs_of(4), key=sets.full)
+    chosen = min(search.pairs_of(4), key=sets.full)
+    lost = search.wins(sets, (best,), prompt, seed=0, chosen=chosen)
+    assert {tuple(item["taps"]): item["share"] for item in lost} == {best: 1.0, chosen: 0.0}  # type: ignore[arg-type]
+
+    def penalty(taps: tuple[int, ...]) -> float:
+        return 0.0 if taps == chosen else 9.0
+
+    won = search.wins(sets, (best,), prompt, seed=0, chosen=chosen, penalty=penalty)
+    assert won == [{"taps": list(chosen), "share": 1.0}]
+    near = search.rivals(sets, chosen, penalty)
+    assert near and chosen not in near and all(len({*taps} & {*chosen}) == 1 for taps in near)
+
+
+def test_sets_that_are_known_are_no_progress() -> None:
+    sets, steps = sets_of(random_rows(5)), []
+
+    class Bar:
+        def advance(self, n: float) -> None:
+            steps.append(n)
+
+    pool = search.pairs_of(4)
+    sets.full.prepare(pool[:4])
+    search.measure(sets.full, pool, Bar())
+    assert sum(steps) == len(pool) - 4
+
+
 def test_wins_go_to_the_best_set_and_are_shared_by_equals() -> None:
     prompt = np.repeat(np.arange(40), 10)
     sets = sets_of(covering((0,), (1, 2, 3, 4), (5, 6, 7, 8), (5, 6, 7, 8), (1,)))

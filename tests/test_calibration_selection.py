@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from elsi_edge.calibration import selection
 from elsi_edge.calibration.cka import linear_cka
 from elsi_edge.calibration.statistics import SetEntropy, centred
-from elsi_edge.errors import ConfigError, SelectionError
+from elsi_edge.errors import ConfigError
 
 BLOCKS = 4
 ROWS, WIDTH = 300, 12
@@ -145,7 +145,7 @@ def test_eagle3_in_our_numbering() -> None:
     assert selection.eagle3_taps(30) == (2, 15, 27)
     assert selection.eagle3_taps(36) == (2, 18, 33)
     assert selection.eagle3_taps(7) == (2, 3, 4)
-    with pytest.raises(SelectionError, match="at least 7 blocks, the model has 6"):
+    with pytest.raises(ConfigError, match="at least 7 blocks, the model has 6"):
         selection.eagle3_taps(6)
 
 

@@ -15,7 +15,7 @@ import typer
 
 from elsi_edge import cache, cli, machine
 from elsi_edge._version import __version__
-from elsi_edge.cli import common
+from elsi_edge.cli import common, progress
 from elsi_edge.errors import MissingExtraError, ModelError, UsageError
 from tests.tiny_text import write_model_dir
 
@@ -110,7 +110,7 @@ def test_results_and_progress_keep_apart(verb: Callable[..., int], capsys: pytes
     assert verb(body) == 0
     out, err = capsys.readouterr()
     assert out == '[bold]not markup[/bold] 1.5 :smile:\n{"a": null, "b": "é", "c": [1, 2]}\n'
-    assert err == "fetching\nNext: elsi-edge export m\n"
+    assert err == "measuring: 2 prompts\nfetching\nNext: elsi-edge export m\n"
 
 
 def test_a_bar_on_a_terminal_shows_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +125,49 @@ def test_a_bar_on_a_terminal_shows_rate(monkeypatch: pytest.MonkeyPatch) -> None
     with common.progress("training", None, "steps") as bar:
         bar.advance(3)
     assert "49.0 MB of 98.0 MB" in screen.getvalue() and "3 steps" in screen.getvalue()
+
+
+def test_a_bar_is_busy_until_something_is_done() -> None:
+    """One batch may be all of a small run: a bar that stands at 0 % until then looks stuck."""
+    import io
+
+    from rich.console import Console
+
+    shown = progress.bar_on(Console(file=io.StringIO(), force_terminal=True, width=120), "calibrate", 10, "tokens")
+    with shown as bar:
+        (task,) = bar._bar.tasks  # type: ignore[attr-defined]
+        bar.advance(0)
+        assert not task.started
+        bar.advance(4)
+        assert task.started and task.completed == 4
+
+
+def test_lines_instead_of_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, lines = [0.0], list[str]()
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    def after(seconds: float, amount: float) -> list[str]:
+        lines.clear()
+        now[0] += seconds
+        bar.advance(amount)
+        return list(lines)
+
+    with progress.lines_on(lines.append, "calibrate", 20_000, "tokens") as bar:
+        assert lines == ["calibrate: 20,000 tokens"]
+        assert after(9, 3000) == []  # too soon
+        assert after(1, 1000) == ["calibrate: 20% of 20,000 tokens, 400/s, 40 s left"]
+        assert after(30, 1000) == []  # less than a tenth
+        assert after(30, 0) == ["calibrate: 25% of 20,000 tokens, 71.4/s, 4 min left"]  # but silent for a minute
+        assert after(20, 15_000) == []  # done; the verb says what came of it
+    lines.clear()
+    with progress.lines_on(lines.append, "train", 1.0, "") as bar:
+        assert after(60, 0.25) == ["train: 25%, 3 min left"]
+    lines.clear()
+    with progress.lines_on(lines.append, "warm up", None, "runs") as bar:
+        assert after(10, 2) == ["warm up: 2 runs, 0.2/s"]
+    lines.clear()
+    with progress.lines_on(lines.append, "fetch", 98e6, "bytes") as bar:
+        assert after(10, 49e6) == ["fetch: 50% of 98.0 MB, 4.9 MB/s, 10 s left"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from elsi_edge import fsio, packaged, prompts
 from elsi_edge.artifacts import LayerSelection, PromptRow
 from elsi_edge.bundle import Bundle, BundleManifest
 from elsi_edge.draft.checkpoint import load_config
+from elsi_edge.errors import DraftError
 from elsi_edge.export import builder, pipeline
 from tests.cli_run import Run, one_line
 from tests.conftest import TinyModel
@@ -77,10 +78,47 @@ def test_a_selection_that_differs_from_the_draft_is_explained(
     put_selection(replace(tiny_model.selection, taps=(2,), joint_entropy=2.0), tmp_path)
     done = run("export", tiny_model.model, "--draft", tiny_model.draft, "--work", tmp_path)
     assert done.code == 1 and not calls
-    for part in ("chose tap 2", "trained on tap 1", "2.000 against 3.000", "--layers 1", "elsi-edge distill"):
-        assert part in done.err.splitlines()[-1]
+    last = done.err.splitlines()[-1]
+    for part in ("selection.json chose tap 2", "trained on tap 1", "2.000 against 3.000", "--layers 1"):
+        assert part in last
+    assert (
+        f"train one on tap 2: elsi-edge export {tiny_model.model} --plain-only --work {tmp_path} && elsi-edge distill "
+        f"{tiny_model.model} --work {tmp_path} && elsi-edge train {tiny_model.model} --work {tmp_path} && "
+        f"elsi-edge export {tiny_model.model} --work {tmp_path}\n"
+    ) in done.err
     own = run("export", tiny_model.model, "--draft", tiny_model.draft, "--work", tmp_path, "--layers", "1")
     assert own.code == 0 and "from --layers 1" in own.err
+
+
+def test_who_named_the_taps_is_said_and_a_bundle_that_is_there_comes_second(
+    run: Run, calls: list[dict[str, Any]], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    place = tmp_path / "w w" / "tiny-llama"
+    (place / "bundle-int4").mkdir(parents=True)
+    shutil.copytree(tiny_model.draft, place / "draft")
+    done = run("export", tiny_model.model, "--work", place.parent, "--layers", 2)
+    one_line(done, 1, "--layers 2 names tap 2, the draft", "--layers 1, or", "distill", "--taps 2 --work '")
+    assert f"train {tiny_model.model} --out '{place}/draft-2' --work '{place.parent}'" in done.err
+    assert f"--draft '{place}/draft-2' --layers 2 --work '{place.parent}'\n" in done.err
+    agreeing = run("export", tiny_model.model, "--work", place.parent)
+    one_line(agreeing, 1, "bundle-int4 exists already")
+    two = run("export", tiny_model.model, "--work", place.parent, "--m", 2)
+    one_line(two, 2, "has m = 1", f"elsi-edge calibrate {tiny_model.model} --m 2 --work '{place.parent}'")
+    assert not calls
+
+
+def test_checks_come_with_a_verdict(
+    run: Run, calls: list[dict[str, Any]], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    from elsi_edge.export import parity
+
+    done = run("export", tiny_model.model, "--draft", tiny_model.draft, "--work", tmp_path)
+    found = done.out[done.out.index("checked against") :].splitlines()[1:]
+    limits = parity.limits("int4", "int4")
+    assert limits["divergence_nats"] == parity.MAX_DIVERGENCE["int4"]
+    line = next(line for line in found if "next-token distributions" in line)
+    assert line.endswith(f"pass: up to {limits['divergence_nats']:g} is normal for int4")
+    assert all("pass: " in line or "no limit" in line for line in found) and len(found) == 8
 
 
 def test_without_a_draft_the_bundle_is_plain_only(
@@ -143,7 +181,7 @@ def test_the_packaged_draft_is_taken_when_it_fits(
         (("--m", "2"), 2, ("--m is 2", "has m = 1", "tap 1")),
         (("--layers", "last"), 2, ("'last'", "auto, eagle3")),
         (("--layers", "1,7"), 2, ("[1, 7]", "0..2")),
-        (("--layers", "eagle3"), 1, ("needs at least", "has 2")),
+        (("--layers", "eagle3"), 2, ("needs at least", "has 2")),
         (("--precision", "fp16"), 2, ("fp16",)),
         (("--draft", "nowhere"), 1, ("nowhere holds no draft",)),
     ],
@@ -199,6 +237,19 @@ def test_an_interrupt_leaves_nothing(
     done = run("export", tiny_model.model, "--plain-only", "--out", out, "--work", tmp_path / "w")
     assert (done.code, done.out) == (130, "") and done.err.endswith("interrupted\n")
     assert list(out.parent.iterdir()) == []
+
+
+def test_a_draft_of_another_target_is_refused_with_what_to_run(
+    run: Run, calls: list[dict[str, Any]], tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, train: str) -> None:
+        raise DraftError(f"train one for it: {train}")
+
+    monkeypatch.setattr(pipeline, "require_same_target", refuse)
+    done = run("export", tiny_model.model, "--draft", tiny_model.draft, "--work", tmp_path)
+    name = f"{tiny_model.model} --work {tmp_path}"
+    one_line(done, 1, f"elsi-edge distill {name} && elsi-edge train {name}")
+    assert not calls
 
 
 def test_a_selection_of_another_model_is_refused(

@@ -20,8 +20,9 @@ from elsi_edge.cli import common, options
 from elsi_edge.errors import BundleError, PromptError
 from elsi_edge.fsio import sha256_file
 from elsi_edge.runtime.options import GenerateOptions
+from elsi_edge.runtime.policy import DEFAULT_DRAFT_NODES
 from elsi_edge.runtime.result import GenerationEvent
-from elsi_edge.runtime.session import DEFAULT_DRAFT_NODES, Session
+from elsi_edge.runtime.session import Session
 from tests.cli_run import Run, one_line
 from tests.conftest import TinyModel
 from tests.test_boundaries import python
@@ -391,9 +392,19 @@ def test_inspect_bad_input(run: Run, tiny_model: TinyModel, tmp_path: Path) -> N
 # --- bench -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_bundle_that_is_not_there_is_made_in_the_same_work_directory(run: Run) -> None:
+    one_line(run("generate", "my model", "Hi", "--work", "w w"), 1, "elsi-edge export 'my model' --work 'w w'\n")
+
+
+def test_what_typer_says_carries_no_mark_of_its_library(run: Run) -> None:
+    done = run("export", "m", "--precision", "fp16")
+    one_line(done, 2, "Invalid value for '--precision': 'fp16' is not one of 'int4'")
+
+
 def test_bench_json(run: Run, tiny_bundle: Callable[..., Path]) -> None:
     done = run("bench", tiny_bundle("int4"), "--limit", 2, "--max-tokens", 8, "--draft-nodes", 3, "--json")
-    assert done.code == 0 and done.out.count("\n") == 1 and done.err == ""
+    assert done.code == 0 and done.out.count("\n") == 1
+    assert done.err == "warm up ...\nbench: 2 answers\n"
     report = done.json
     assert report["identical"] and report["exact"] and not report["partial"] and report["draft_nodes"] == 3
     contract = {"tau", "tokens_per_s", "speedup", "peak_memory_bytes", "time_to_first_token_ms"}
@@ -452,7 +463,7 @@ def test_an_interrupted_bench_keeps_what_it_has(
     assert done.code == 130 and done.json["partial"] is True and done.json["answers"] == 1
     monkeypatch.setattr(measuring, "measure", lambda *a: interrupted(*a, keep=0))
     done = run(*arguments, "--json")
-    assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
+    assert (done.code, done.out, done.err) == (130, "", "warm up ...\nbench: 3 answers\ninterrupted\n")
 
 
 def test_bench_bad_input(run: Run, tiny_bundle: Callable[..., Path], tmp_path: Path) -> None:

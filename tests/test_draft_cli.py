@@ -1,6 +1,7 @@
 """The verbs `distill` and `train` on the toy target, through the real command line."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ def _toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = SourceModel(reference="toy", directory=directory, slug="toy", shape=toy.SHAPE)
     source.__dict__["fingerprint"] = "toy"  # cached_property
     (tmp_path / "work" / "toy" / "plain-int4").mkdir(parents=True)
+    (tmp_path / "work" / "toy" / "plain-int4" / "manifest.json").touch()
     rows = [{"id": row.id, "turns": list(row.turns)} for row in toy.prompts(20)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
@@ -62,6 +64,24 @@ def test_the_selection_of_the_work_directory(capfd: pytest.CaptureFixture[str]) 
     assert "tap 2" in capfd.readouterr().out
 
 
+def test_commands_that_come_next_can_be_run_as_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree("work/toy", "w w/toy")
+    assert call(*DISTILL, "--work", "w w") == 1
+    assert "elsi-edge calibrate toy --work 'w w'\n" in capfd.readouterr().err
+    assert call(*TRAIN, "--shards", "s", "--work", "w w") == 1
+    assert "elsi-edge distill toy --out s --work 'w w'\n" in capfd.readouterr().err
+    assert call(*DISTILL, "--taps", "1", "--work", "w w") == 0
+    assert "Next: elsi-edge train toy --work 'w w'\n" in capfd.readouterr().err
+    Path("w w/toy/selection.json").write_text(json.dumps(toy.selection(2).to_json()))
+    assert call(*TRAIN, "--work", "w w") == 0  # on tap 1, while `export` would take the selection's tap 2
+    assert "Next: elsi-edge export toy --layers 1 --work 'w w'\n" in capfd.readouterr().err
+    Path("w w/toy/plain-int4").rename("w w/toy/plain-int8")
+    assert call(*DISTILL, "--taps", "2", "--work", "w w") == 1
+    missing = capfd.readouterr().err
+    assert "elsi-edge export toy --plain-only --work 'w w', or give" in missing
+    assert "--bundle 'w w/toy/plain-int8'\n" in missing
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -69,7 +89,7 @@ def test_the_selection_of_the_work_directory(capfd: pytest.CaptureFixture[str]) 
         ((*DISTILL, "--taps", "9"), 2, "must lie in 0..4"),
         ((*DISTILL, "--taps", "2", "--temperature", "hot"), 2, "not a list of numbers"),
         ((*DISTILL, "--taps", "2", "--bundle", "nowhere"), 1, "elsi-edge export toy --plain-only"),
-        (TRAIN, 1, "elsi-edge distill MODEL"),
+        (TRAIN, 1, "elsi-edge distill toy\n"),
         ((*TRAIN, "--unroll", "9"), 2, "unroll"),
         ((*TRAIN, "--depth", "3"), 2, "depth"),
         ((*TRAIN, "--optimiser", "sgd"), 2, "optimiser"),
@@ -83,7 +103,7 @@ def test_bad_usage_is_one_line(
 ) -> None:
     assert call(*arguments) == code
     lines = capfd.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and message in lines[0]
+    assert len(lines) == 1 and message in lines[0] + "\n"
 
 
 def test_a_bundle_of_another_model_is_refused(

@@ -488,7 +488,7 @@ def test_a_prompt_that_the_template_refuses_is_named(tmp_path: Path) -> None:
             return super().encode_chat(messages)
 
     rows = [PromptRow(id="ok", turns=("1",)), PromptRow(id="bad", turns=("13",))]
-    with pytest.raises(PromptError, match="row 'bad': the chat template refuses this"):
+    with pytest.raises(DataError, match="row 'bad': the chat template refuses this"):
         distill(toy.ToyRunner(), Refusing(), rows, toy.selection(), SETTINGS, tmp_path)
 
 

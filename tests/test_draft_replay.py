@@ -1,5 +1,6 @@
 """Replay against the runtime's own proposer, place by place, on a random draft with one block and with two."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ from elsi_edge.draft.packing import pack, pack_part
 from elsi_edge.draft.replay import Drafting, Replayed, greedy, replay, tau, walk
 from elsi_edge.draft.unroll import PackedBatch
 from elsi_edge.runtime.draft import DraftStep
-from elsi_edge.runtime.proposal import DraftProposer
+from elsi_edge.runtime.mixed import MixedProposer
+from elsi_edge.runtime.proposal import Bounds
 from elsi_edge.runtime.tree import ROOT, Tree
 from tests.test_draft_unroll import DRAFT_VOCAB, VOCAB, WIDTH, M, config
 
@@ -42,13 +44,21 @@ class TorchDraft:
     def reset(self) -> None:
         self.cache, self.nodes = DraftCache(), DraftCache()
 
+    @property
+    def length(self) -> int:
+        return self.cache.length
+
+    def keep(self, entries: int) -> None:
+        assert entries == 0
+        self.reset()
+
     def room(self) -> int:
         return 1000
 
-    def extend(self, tokens: list[int], taps: NDArray[np.float32]) -> DraftStep:
+    def extend(self, tokens: Sequence[int], taps: NDArray[np.float32]) -> DraftStep:
         states = self.net.project(torch.from_numpy(taps))[None]
         positions = torch.arange(len(tokens))[None]
-        logits, own = self.net.forward_step(states, torch.tensor([tokens]), positions, self.cache)
+        logits, own = self.net.forward_step(states, torch.tensor([list(tokens)]), positions, self.cache)
         self.nodes = DraftCache(pairs=dict(self.cache.pairs))
         return self._step(logits[:, -1:], own[:, -1:])
 
@@ -79,10 +89,10 @@ class Answers:
             draft = TorchDraft(net)
             while len(tokens) < prompt + answer:
                 draft.reset()
-                tree = DraftProposer(draft)  # type: ignore[arg-type]
+                tree = MixedProposer(draft)
                 if len(tokens) > prompt:
                     tree.observe(tokens[1:], taps[: len(tokens) - 1])
-                    path = follow(tree.propose(12, chain=False), draw)
+                    path = follow(tree.propose(bounds_of(12, 12)), draw)
                     tokens += path[: prompt + answer - len(tokens)]
                 tokens.append(int(draw.integers(0, VOCAB)))
             self.talks[f"r{index}@0"] = (tokens[: prompt + answer], taps, prompt)
@@ -102,6 +112,10 @@ class Answers:
 
 def mask(tokens: list[int], prompt: int) -> NDArray[np.bool_]:
     return np.arange(len(tokens)) >= prompt
+
+
+def bounds_of(budget: int, depth: int, *, chain: bool = False) -> Bounds:
+    return Bounds(budget=budget, depth=depth, chain=chain, proposals=("draft",))
 
 
 def follow(tree: Tree, draw: np.random.Generator) -> list[int]:
@@ -124,11 +138,12 @@ def decode(
     emitted, verifications = 1, 0
     while emitted < total:
         known = prompt + emitted
-        budget = how.nodes if limit is None else min(how.nodes, limit - emitted - 1)
+        depth = how.nodes if limit is None else limit - emitted - 1
+        budget = min(how.nodes, depth) if how.chain else how.nodes
         draft = TorchDraft(net)
-        proposer = DraftProposer(draft)  # type: ignore[arg-type]
+        proposer = MixedProposer(draft)
         proposer.observe(tokens[1:known], taps[: known - 1])
-        tree = proposer.propose(budget, chain=how.chain) if budget > 0 else Tree.empty()
+        tree = proposer.propose(bounds_of(budget, depth, chain=how.chain)) if depth > 0 else Tree.empty()
         row, accepted = 0, 0
         while known + accepted < len(tokens):
             child = tree.children(row).get(tokens[known + accepted])

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -103,11 +104,12 @@ def test_draft_of_another_target(tiny_model: TinyModel, tmp_path: Path) -> None:
 
 def test_selection_that_the_draft_was_not_trained_on(tiny_model: TinyModel) -> None:
     draft = load_draft(tiny_model.draft)
-    same_selection_or_explain(tiny_model.selection, draft, model="m", draft_path=tiny_model.draft)
+    ways: Any = {"draft_path": tiny_model.draft, "asked": "--layers 2 names", "train": "elsi-edge distill m"}
+    same_selection_or_explain(tiny_model.selection, draft, **ways)
     wanted = replace(tiny_model.selection, taps=(2,))
     with pytest.raises(DraftError) as caught:
-        same_selection_or_explain(wanted, draft, model="m", draft_path=tiny_model.draft)
-    for part in ("tap 2", "tap 1", "2.000", "3.000", "--layers 1", "elsi-edge distill m"):
+        same_selection_or_explain(wanted, draft, **ways)
+    for part in ("--layers 2 names tap 2", "tap 1", "2.000", "3.000", "--layers 1", "elsi-edge distill m"):
         assert part in str(caught.value)
 
 

@@ -17,9 +17,10 @@ from elsi_edge.runtime import kv_cache
 from elsi_edge.runtime import target as target_module
 from elsi_edge.runtime.draft import OrtDraft
 from elsi_edge.runtime.engines import Engine
+from elsi_edge.runtime.mixed import MixedProposer
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
 from elsi_edge.runtime.ort import open_session
-from elsi_edge.runtime.proposal import DraftProposer
+from elsi_edge.runtime.proposal import Bounds
 from elsi_edge.runtime.session import Session
 from elsi_edge.runtime.target import OrtTarget
 from elsi_edge.runtime.tree import ROOT, Tree, best_first
@@ -72,6 +73,10 @@ def one_at_a_time(target: OrtTarget, tokens: Sequence[int]) -> tuple[Floats, Flo
         taps.append(step.taps[0].copy())
         target.commit([0])
     return np.stack(logits), np.stack(taps)
+
+
+def drafted(budget: int, *, chain: bool) -> Bounds:
+    return Bounds(budget=budget, depth=budget, chain=chain, proposals=("draft",))
 
 
 def path_rows(tree: Tree, row: int) -> list[int]:
@@ -339,25 +344,26 @@ def test_the_proposed_tree_is_that_of_paths_run_one_by_one(tiny_bundle: MakeBund
                     fresh.append(node)
             frontier = sorted(sorted(fresh, key=lambda node: -scores[node])[: shape.beam])
         expected = best_first(tokens, parents, scores, budget)
-        proposer = DraftProposer(draft)
-        proposer.reset()
-        found = proposer._expand(draft.extend(followed, taps), shape, budget)  # may stop early, when no more can enter
+        proposer = MixedProposer(draft)
+        proposer.keep(0)
+        proposer.observe(followed, taps)
+        found = proposer._tree(drafted(budget, chain=False))  # may stop early, when no more can enter
         count = len(found.tokens)
         assert count >= budget
         assert (found.tokens, found.parents) == (tokens[:count], parents[:count])
         np.testing.assert_allclose(found.scores, scores[:count], atol=1e-4)
-        proposer.reset()
+        proposer.keep(0)
         proposer.observe(followed, taps)
-        tree = proposer.propose(budget, chain=False)
+        tree = proposer.propose(drafted(budget, chain=False))
         assert tree.tokens.tolist() == expected.tokens.tolist()
         assert tree.parents.tolist() == expected.parents.tolist()
         assert budget < 8 or not tree.is_chain
         # Asked again without anything new, there is nothing to go on; a chain is the best token after the best token.
         with pytest.raises(ValueError, match="observed"):
-            proposer.propose(budget, chain=False)
-    proposer.reset()
+            proposer.propose(drafted(budget, chain=False))
+    proposer.keep(0)
     proposer.observe(followed, taps)
-    chain = proposer.propose(4, chain=True)
+    chain = proposer.propose(drafted(4, chain=True))
     assert chain.is_chain
     for place in range(4):
         assert ids[np.argmax(predicted(tuple(chain.tokens[:place].tolist())))] == chain.tokens[place]
@@ -365,14 +371,14 @@ def test_the_proposed_tree_is_that_of_paths_run_one_by_one(tiny_bundle: MakeBund
 
 def test_nodes_leave_no_trace_in_the_drafts_cache(tiny_bundle: MakeBundle, tree_target: OrtTarget) -> None:
     followed, taps = entries(tree_target)
-    proposer = DraftProposer(open_draft(tiny_bundle("fp32")))
+    proposer = MixedProposer(open_draft(tiny_bundle("fp32")))
     proposer.observe(followed[:6], taps[:6])
-    proposer.propose(8, chain=False)
+    proposer.propose(drafted(8, chain=False))
     proposer.observe(followed[6:], taps[6:])
-    tree = proposer.propose(8, chain=False)
-    proposer.reset()
+    tree = proposer.propose(drafted(8, chain=False))
+    proposer.keep(0)
     proposer.observe(followed, taps)
-    fresh = proposer.propose(8, chain=False)
+    fresh = proposer.propose(drafted(8, chain=False))
     assert tree.tokens.tolist() == fresh.tokens.tolist()
     assert tree.parents.tolist() == fresh.parents.tolist()
 
@@ -383,10 +389,10 @@ def test_a_draft_for_shorter_sequences_stops_drafting_in_time(
 ) -> None:
     followed, taps = entries(tree_target)  # 12 entries
     for context, levels in ((16, 4), (13, 1), (12, 0), (11, 0)):
-        proposer = DraftProposer(open_draft(tiny_bundle("fp32"), context=context))
+        proposer = MixedProposer(open_draft(tiny_bundle("fp32"), context=context))
         proposer.observe(followed, taps)
-        tree = proposer.propose(8, chain=chain)
+        tree = proposer.propose(drafted(8, chain=chain))
         assert tree.depths().max() <= levels
         assert (tree.size > 0) == (levels > 0)
         proposer.observe([1], taps[:1])
-        proposer.propose(8, chain=chain)
+        proposer.propose(drafted(8, chain=chain))

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from elsi_edge.runtime.decode import Plan, rounds
 from elsi_edge.runtime.options import GenerateOptions
+from elsi_edge.runtime.pace import Pace
+from elsi_edge.runtime.proposal import Bounds
 from elsi_edge.runtime.result import GenerationResult
 from elsi_edge.runtime.sampling import choose
 from elsi_edge.runtime.tree import Tree
@@ -158,12 +160,12 @@ def test_the_cache_after_a_commit_is_what_a_prefill_makes(kind: type[Scripted], 
 
 
 def test_the_first_round_is_the_prefill_and_the_budget_shrinks_with_what_is_left() -> None:
-    asked: list[int] = []
+    asked: list[tuple[int, int]] = []
 
     class Noting(OracleProposer):
-        def propose(self, budget: int, *, chain: bool) -> Tree:
-            asked.append(budget)
-            return super().propose(budget, chain=chain)
+        def propose(self, bounds: Bounds) -> Tree:
+            asked.append((bounds.budget, bounds.depth))
+            return super().propose(bounds)
 
     target = toy_target(2)
     plan = Plan(budget=4, chain=True, limit=8, context=4096)
@@ -171,9 +173,19 @@ def test_the_first_round_is_the_prefill_and_the_budget_shrinks_with_what_is_left
     found = list(rounds(target, Noting(answer), [4], plan, lambda row, index: int(np.argmax(row))))
     assert found[0].drafted == 0
     assert [len(one.tokens) for one in found] == [1, 5, 2]
-    assert asked == [4, 1]
+    assert asked == [(4, 6), (1, 1)]  # a chain's budget is its depth
     assert sum(len(one.tokens) for one in found) == 8
     assert [token for one in found for token in one.tokens] == list(answer[:8])
+
+
+def test_the_end_of_an_answer_caps_a_trees_depth_and_not_its_nodes() -> None:
+    plan = Plan(budget=30, chain=False, limit=20, context=4096)
+    bounds = [plan.bounds(emitted, 50, Pace()) for emitted in (1, 14, 18)]
+    assert [(b.budget, b.depth) for b in bounds if b is not None] == [(30, 18), (30, 5), (30, 1)]
+    assert plan.bounds(19, 50, Pace()) is None  # the last token comes with the verification itself
+    tight = replace(plan, context=60).bounds(1, 50, Pace())
+    assert tight is not None and tight.budget == 8  # slots of the cache
+    assert replace(plan, context=60).bounds(1, 58, Pace()) is None
 
 
 def test_the_context_bounds_every_verification() -> None:

@@ -15,6 +15,7 @@ from scipy.stats import chisquare
 from elsi_edge.errors import ConfigError
 from elsi_edge.runtime.decode import Plan, rounds
 from elsi_edge.runtime.options import MAX_SEED, GenerateOptions
+from elsi_edge.runtime.proposal import Bounds
 from elsi_edge.runtime.sampling import choose, distribution
 from elsi_edge.runtime.toy import ToyTarget, hashed_logits
 from elsi_edge.runtime.tree import ROOT, Tree
@@ -187,9 +188,9 @@ PROMPT = [1, 3]
 class FixedProposer(Scripted):
     """The same candidates every round, with second branches."""
 
-    def propose(self, budget: int, *, chain: bool) -> Tree:
-        if chain:
-            return Tree.chain([2, 2, 0][:budget])
+    def propose(self, bounds: Bounds) -> Tree:
+        if bounds.chain:
+            return Tree.chain([2, 2, 0][: bounds.budget])
         parents = np.array([ROOT, ROOT, 0, 0, 1, 2, ROOT])
         return Tree(tokens=np.array([2, 4, 1, 3, 2, 0, 2]), parents=parents)
 

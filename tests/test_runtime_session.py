@@ -11,8 +11,11 @@ from elsi_edge.errors import BundleError, PromptError, ProviderError, UsageError
 from elsi_edge.machine import cores
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
 from elsi_edge.runtime.ort import resolve_provider
-from elsi_edge.runtime.session import DEFAULT_DRAFT_NODES, Session
+from elsi_edge.runtime.policy import DEFAULT_DRAFT_NODES
+from elsi_edge.runtime.proposal import Bounds
+from elsi_edge.runtime.session import Session
 from elsi_edge.runtime.toy import ToyCodec, toy_session
+from elsi_edge.runtime.tree import Tree
 from tests.toy_proposers import CODEC, Endless, NoisyProposer, OracleProposer, plain_tokens, session_for, toy_target
 
 MakeBundle = Callable[..., Path]
@@ -115,10 +118,10 @@ def test_an_interrupt_leaves_the_session_usable() -> None:
     class Interrupted(NoisyProposer):
         armed = False
 
-        def propose(self, budget: int, *, chain: bool):  # type: ignore[no-untyped-def]
+        def propose(self, bounds: Bounds) -> Tree:
             if self.armed and self.place > 5:
                 raise KeyboardInterrupt
-            return super().propose(budget, chain=chain)
+            return super().propose(bounds)
 
     proposer = Interrupted(answer)
     session = session_for(proposer, seed=9)
@@ -216,13 +219,22 @@ def test_the_context_ends_alike_on_a_real_bundle(tiny_bundle: MakeBundle) -> Non
         assert result.finish_reason == "length"
 
 
-def test_a_plain_only_bundle_runs(tiny_bundle: MakeBundle) -> None:
+def test_a_bundle_without_a_draft_speculates_by_ngrams(tiny_bundle: MakeBundle) -> None:
     session = Session.open(tiny_bundle("int4", plain=True), ONE_THREAD)
+    session.codec = Endless(session.codec)
     assert not session.has_draft
-    result = session.generate("Marn", GenerateOptions(max_tokens=8))
-    assert (result.mode, len(result.token_ids) > 1) == ("plain", True)
-    with pytest.raises(BundleError, match="no draft"):
-        session.generate("Marn", GenerateOptions(draft_nodes=2))
+    prompt = "Marn keeps a small ferry. " * 4
+    for temperature in (0.0, 3.0):
+        options = GenerateOptions(max_tokens=60, temperature=temperature, seed=1)
+        plain = session.generate(prompt, replace(options, plain=True))
+        for nodes in (None, 3):
+            result = session.generate(prompt, replace(options, draft_nodes=nodes))
+            assert (plain.mode, result.mode) == ("plain", "chain")
+            assert result.token_ids == plain.token_ids
+            assert set(result.by_source) <= {"ngram"}
+            assert nodes is None or result.drafted > 0
+    with pytest.raises(BundleError, match="--proposals is draft, but this bundle has no draft"):
+        session.generate("Marn", GenerateOptions(proposals=("draft",)))
 
 
 def test_two_sessions_side_by_side_do_not_disturb_each_other(tiny_bundle: MakeBundle) -> None:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from elsi_edge.artifacts import Precision
 from elsi_edge.runtime.options import GenerateOptions
-from elsi_edge.runtime.proposal import Proposer
+from elsi_edge.runtime.proposal import Bounds, Proposer
 from elsi_edge.runtime.session import Codec, Session
 from elsi_edge.runtime.toy import ToyCodec, ToyTarget, hashed_logits, toy_session
 from elsi_edge.runtime.tree import ROOT, Tree
@@ -38,17 +38,21 @@ class Scripted:
         self.reset()
 
     def reset(self) -> None:
-        self.place = 0
         self.seen_tokens: list[int] = []  # that followed
         self.seen_rows: list[int] = []  # tokens of the committed rows: the toy's taps
+        self.keep(0)
+
+    def keep(self, rows: int) -> None:
+        del self.seen_tokens[rows:], self.seen_rows[rows:]
+        self.place = 0
 
     def observe(self, next_tokens: Sequence[int], taps: NDArray[np.float32]) -> None:
         assert len(next_tokens) == len(taps)
-        self.place = self.place + len(next_tokens) if self.seen_tokens else 1
+        self.place = self.place + len(next_tokens) if self.place else 1
         self.seen_tokens += next_tokens
         self.seen_rows += [int(tap) for tap in taps[:, 0]] if taps.shape[1] == 1 else []
 
-    def propose(self, budget: int, *, chain: bool) -> Tree:
+    def propose(self, bounds: Bounds) -> Tree:
         return Tree.empty()
 
     def coming(self, count: int) -> list[int]:
@@ -58,13 +62,13 @@ class Scripted:
 class OracleProposer(Scripted):
     """Always right. In a tree a wrong sibling comes before each right node: the way leads through second branches."""
 
-    def propose(self, budget: int, *, chain: bool) -> Tree:
-        if chain or budget < 2:
-            return Tree.chain(self.coming(budget))
+    def propose(self, bounds: Bounds) -> Tree:
+        if bounds.chain or bounds.budget < 2:
+            return Tree.chain(self.coming(min(bounds.budget, bounds.depth)))
         tokens: list[int] = []
         parents: list[int] = []
         parent = ROOT
-        for token in self.coming(budget // 2):
+        for token in self.coming(min(bounds.budget // 2, bounds.depth)):
             tokens += [(token + 1) % V, token]
             parents += [parent, parent]
             parent = len(tokens) - 1
@@ -74,13 +78,13 @@ class OracleProposer(Scripted):
 class LiarProposer(Scripted):
     """Always wrong at the first level, and right below it, where nobody should look."""
 
-    def propose(self, budget: int, *, chain: bool) -> Tree:
-        coming = self.coming(budget)
+    def propose(self, bounds: Bounds) -> Tree:
+        coming = self.coming(bounds.budget if not bounds.chain else min(bounds.budget, bounds.depth))
         if not coming:
             return Tree.empty()
         wrong = [(coming[0] + 1) % V, *coming[1:]]
         parents = np.array([ROOT, *([0] * (len(wrong) - 1))], np.int64)
-        return Tree.chain(wrong) if chain else Tree(tokens=np.array(wrong, np.int64), parents=parents)
+        return Tree.chain(wrong) if bounds.chain else Tree(tokens=np.array(wrong, np.int64), parents=parents)
 
 
 class NoisyProposer(Scripted):
@@ -90,9 +94,9 @@ class NoisyProposer(Scripted):
         self.random = np.random.default_rng(seed)
         super().__init__(answer)
 
-    def propose(self, budget: int, *, chain: bool) -> Tree:
-        size = int(self.random.integers(budget + 1))
-        parents = [node - 1 if chain else int(self.random.integers(ROOT, node)) for node in range(size)]
+    def propose(self, bounds: Bounds) -> Tree:
+        size = int(self.random.integers(bounds.budget + 1))
+        parents = [node - 1 if bounds.chain else int(self.random.integers(ROOT, node)) for node in range(size)]
         depths: list[int] = []
         for parent in parents:
             depths.append(0 if parent == ROOT else depths[parent] + 1)

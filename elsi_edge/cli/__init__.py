@@ -24,7 +24,7 @@ from elsi_edge.errors import ElsiError
 
 VERBS = (
     *("demo", "build", "calibrate", "distill", "train", "export", "draft"),
-    *("generate", "chat", "bench", "inspect", "doctor", "cache"),
+    *("generate", "chat", "bench", "tune", "inspect", "doctor", "cache"),
 )
 _MODULES = {"cache": "cache_cmd", "draft": "draft_layout"}  # where the module's name is not the verb's
 _INTERRUPTED = 130  # as the shell reports SIGINT
@@ -138,7 +138,7 @@ def _usage_error() -> type[Exception]:
 def _usage_text(error: Any) -> str:
     context = getattr(error, "ctx", None)
     help_command = f"{context.command_path if context is not None else 'elsi-edge'} --help"
-    message = str(error.format_message())
+    message = str(error.format_message()).replace("Value error, ", "", 1)  # pydantic's mark, which says nothing
     return f"{message.rstrip('.')} (see '{help_command}')"
 
 

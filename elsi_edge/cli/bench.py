@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elsi_edge.cli import options as opt
+from elsi_edge.cli.draft_support import flags
 
 if TYPE_CHECKING:
     from elsi_edge.artifacts import PromptRow
@@ -56,7 +57,7 @@ def bench(
     found = find_bundle(bundle, work)
     session = Session.open(found.directory, SessionSettings(threads=threads, provider=provider))
     _require_draft(session, bundle)
-    session.mode(settings.options(plain=False))
+    session.policy(settings.options(plain=False))
     if found.note:
         common.note(found.note)
     answers, partial, warm_ups = _run(session, rows, settings)
@@ -66,7 +67,7 @@ def bench(
         common.emit_json({**report.to_json(), **details})
     else:
         _show(report, details)
-        common.next_command(f"elsi-edge chat {shlex.quote(bundle)}")
+        common.next_command(f"elsi-edge chat {shlex.quote(bundle)}{flags(work=work)}")
     failed = not report.identical and report.answers[0].speculative.exact
     if failed:
         common.note(_difference(report))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elsi_edge.artifacts import Precision
+from elsi_edge.cli.progress import size_text, span_text
 
 if TYPE_CHECKING:
     from elsi_edge.artifacts import PromptRow
@@ -63,27 +64,18 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The estimate, for people."""
-        from elsi_edge.cli.common import size_text
-
         rows = [f"estimate for {self.hours:g} h:  {'time':>8} {'disk':>10} {'memory':>10}"]
         for stage in self.stages:
             if stage.done:
                 rows.append(f"  {stage.name:<20} is there")
                 continue
-            numbers = f"{span(stage.seconds):>8} {size_text(stage.disk):>10} {size_text(stage.memory):>10}"
+            numbers = f"{span_text(stage.seconds):>8} {size_text(stage.disk):>10} {size_text(stage.memory):>10}"
             rows.append(f"  {stage.name:<20}{numbers}")
         rows.append(
             f"of what exports and calibration leave, {ANSWER_SHARE:.0%} goes to answers and the rest to training, as "
             "for the packaged draft; time that answers do not need goes to training"
         )
         return rows
-
-
-def span(seconds: float) -> str:
-    """A duration for people."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def answer_budget(hours: float, spent: float, final: float) -> float:
@@ -149,7 +141,7 @@ def make_plan(
     if steps is None and "train" not in done and train_s < _LEAST_TRAIN_S:
         least = (before + distill_s + export_s + _LEAST_TRAIN_S) / 3600
         raise UsageError(
-            f"--hours {hours:g} leaves {max(0.0, train_s):.0f} s for training after {span(before + export_s)} of "
+            f"--hours {hours:g} leaves {max(0.0, train_s):.0f} s for training after {span_text(before + export_s)} of "
             f"exports and calibration; give at least {least * 1.5:.1g} hours"
         )
     taps = calibration.taps_wanted(shape.blocks)
@@ -184,17 +176,17 @@ def _draft_weights(source: "SourceModel", taps: int, draft_vocab: int) -> int:
 
 
 def require_room(plan: Plan, place: Path) -> None:
-    """Raise StorageError or UsageError when disk or memory are too little, both numbers named."""
+    """Raise StorageError when disk or memory are too little, both numbers named."""
     import psutil
 
-    from elsi_edge.errors import UsageError
+    from elsi_edge.errors import StorageError
     from elsi_edge.fsio import require_free
 
     require_free(place, plan.disk, "building")
     free = psutil.virtual_memory().available
     if plan.memory > free:
         worst = max((stage for stage in plan.stages if not stage.done), key=lambda stage: stage.memory)
-        raise UsageError(
+        raise StorageError(
             f"building needs {worst.memory / 1e9:.1f} GB of memory (for {worst.name}), {free / 1e9:.1f} GB are free; "
             "close other programs, or build on a larger machine"
         )

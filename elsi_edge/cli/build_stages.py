@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from elsi_edge.bundle import BundleManifest
     from elsi_edge.calibration.settings import CalibrationSettings
     from elsi_edge.cli.build_plan import Plan
-    from elsi_edge.cli.common import Advance
+    from elsi_edge.cli.progress import Advance
     from elsi_edge.draft.settings import TrainSettings
     from elsi_edge.draft.shards import ShardManifest
     from elsi_edge.models import SourceModel
@@ -208,7 +208,7 @@ class Build:
         left = self._answer_seconds(before) - self.seconds.get("distill", 0.0)
         until = time.monotonic() + left
         bundle = self.place.plain_bundle(self.precision)
-        runner, codec = open_bundle(bundle, self.threads, self.source.fingerprint, self.source.reference)
+        runner, codec = open_bundle(bundle, self.place, self.threads, self.source.fingerprint, self.source.reference)
         settings = DistillSettings(max_tokens=self.max_tokens)
         try:
             found = make_shards(

@@ -33,13 +33,3 @@ def size_lines(manifest: "BundleManifest") -> list[str]:
     sizes = components(manifest)
     rows = [*sizes.items(), ("together", sum(sizes.values()))]
     return [f"  {name:<15}{common.size_text(size):>10}" for name, size in rows]
-
-
-def figure_lines(values: object, prefix: str = "") -> list[str]:
-    """Nested measurements as `name: value` lines."""
-    from collections.abc import Mapping
-
-    if not isinstance(values, Mapping):
-        text = f"{values:.3g}" if isinstance(values, float) else str(values)
-        return [f"  {prefix}: {text}"]
-    return [line for key, value in values.items() for line in figure_lines(value, f"{prefix}.{key}" if prefix else key)]

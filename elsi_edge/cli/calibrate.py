@@ -1,7 +1,6 @@
 """`elsi-edge calibrate`: hidden states over prompts to a selection of taps, with a report to look at."""
 
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 from elsi_edge.cli import options as opt
 
 if TYPE_CHECKING:
-    from elsi_edge.artifacts import LayerSelection, PromptRow
+    from elsi_edge.artifacts import PromptRow
     from elsi_edge.calibration.analysis import Analysis
     from elsi_edge.calibration.settings import CalibrationSettings
     from elsi_edge.models import SourceModel
@@ -112,6 +111,7 @@ def calibrate(
     from elsi_edge.calibration import CalibrationSettings
     from elsi_edge.calibration.chart import check_picture
     from elsi_edge.calibration.selection import DEFAULT_CKA_WEIGHT
+    from elsi_edge.cli.calibrate_report import say_next, show
     from elsi_edge.errors import UsageError
     from elsi_edge.models import resolve
     from elsi_edge.prompts import builtin_calibration_prompts, read_prompts
@@ -143,10 +143,8 @@ def calibrate(
     if analysis is None:
         return
     file, page = run.write(analysis, out=out, report=report, plot=plot)
-    _report(analysis, file, page, json=json)
-    from elsi_edge.cli import common
-
-    common.next_command(_next(analysis.selection, model) + (f" --work {shlex.quote(str(work))}" if work else ""))
+    show(analysis, file, page, json=json)
+    say_next(analysis.selection, model, run.place, stray=out not in (None, run.place.selection_path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +217,7 @@ class Run:
             if wanted:
                 raise BundleError(
                     f"--answers {wanted} needs the exported target, and {self.place.root} holds no plain bundle; make "
-                    f"one with 'elsi-edge export {shlex.quote(self.source.reference)} --plain-only'"
+                    f"one with: elsi-edge export {shlex.quote(self.source.reference)} --plain-only{self.place.flag}"
                 )
             return None
         found = None
@@ -228,7 +226,7 @@ class Run:
             common.note(f"text: the target's own answers, at most {tokens} tokens, from {bundle}")
             found = calibration_answers.answers_of(
                 self.source, encode_prompts(self.source, rows), bundle=bundle, tokens=tokens,
-                directory=self.place.calibration, threads=threads,
+                place=self.place, threads=threads,
             )  # fmt: skip
         answers: list[list[int]] = group.from_first(found)
         return answers
@@ -261,12 +259,14 @@ class Run:
         from elsi_edge.calibration.chart import save_wave
         from elsi_edge.calibration.report import write_report
         from elsi_edge.cli import common
+        from elsi_edge.cli.calibrate_report import keep_previous
 
         for warning in analysis.selection.settings["warnings"]:
             common.note(f"warning: {warning}")
         file = out if out is not None else self.place.selection_path
         beside = self.place.calibration if out is None else out.with_name(f"{out.stem}-report")
         page = write_report(analysis, report or beside)
+        keep_previous(file, analysis.selection)
         fsio.write_json(file, analysis.selection.to_json())
         if plot is not None:
             save_wave(analysis.selection, plot)
@@ -284,30 +284,3 @@ def _taps(text: str) -> tuple[int, ...]:
         return tuple(sorted(int(part) for part in text.split(",")))
     except ValueError as error:
         raise UsageError(f"--taps {text!r} is no list of numbers; write it like 2,15,27") from error
-
-
-def _next(selection: "LayerSelection", model: str) -> str:
-    """Export when a packaged draft fits the choice, else the first step to one."""
-    from elsi_edge.packaged import packaged_config
-
-    config = packaged_config()
-    fits = config is not None and config.target_fingerprint == selection.target_fingerprint
-    if config is not None and fits and config.selection.same_taps(selection):
-        return f"elsi-edge export {shlex.quote(model)} --layers auto --m {selection.m}"
-    if selection.settings.get("text") == "answers":
-        return f"elsi-edge distill {shlex.quote(model)}"
-    return f"elsi-edge export {shlex.quote(model)} --plain-only"
-
-
-def _report(analysis: "Analysis", file: Path, page: Path, *, json: bool) -> None:
-    from elsi_edge.calibration.chart import summary
-    from elsi_edge.cli import common
-
-    if json:
-        common.emit_json({**analysis.selection.to_json(), "file": str(file), "report": str(page)})
-        return
-    encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")
-    width = min(common.out.width, 100)
-    common.out.print(summary(analysis, width=width, ascii_only=not encoding.startswith("utf")), soft_wrap=True)
-    common.out.print(f"Selection: {file}", soft_wrap=True)
-    common.out.print(f"Report: {page}", soft_wrap=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elsi_edge.artifacts import PRECISIONS, Precision
+from elsi_edge.bundle import MANIFEST
 
 if TYPE_CHECKING:
     from elsi_edge.models import SourceModel
@@ -20,7 +21,7 @@ _ORDER: tuple[Precision, ...] = ("int4", *(p for p in PRECISIONS if p != "int4")
 
 def plain_bundle(place: "WorkDir") -> Path | None:
     """The work directory's plain bundle, int4 first, as distillation takes it; None where there is none."""
-    return next((path for path in map(place.plain_bundle, _ORDER) if path.is_dir()), None)
+    return next((path for path in map(place.plain_bundle, _ORDER) if (path / MANIFEST).is_file()), None)
 
 
 def answers_of(
@@ -29,13 +30,13 @@ def answers_of(
     *,
     bundle: Path,
     tokens: int,
-    directory: Path,
+    place: "WorkDir",
     threads: int,
 ) -> list[list[int]]:
     """At most `tokens` token ids to each prompt; repetition loops are cut where they begin.
 
-    Answers are appended to a file in `directory` as they come, and read from it the next time. Raises BundleError for a
-    bundle of another model, StorageError.
+    Answers are appended to a file in the work directory as they come, and read from it the next time. Raises
+    BundleError for a bundle of another model, StorageError.
     """
     from elsi_edge.cli import common
     from elsi_edge.cli.distill import open_bundle
@@ -43,7 +44,8 @@ def answers_of(
     from elsi_edge.fsio import storage_errors
     from elsi_edge.loops import loop_start
 
-    runner, codec = open_bundle(bundle, threads, source.fingerprint, source.reference)
+    runner, codec = open_bundle(bundle, place, threads, source.fingerprint, source.reference)
+    directory = place.calibration
     with storage_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
     log = AnswerLog(directory / f"answers-{_bundle_id(bundle)}-{tokens}.jsonl")
@@ -66,4 +68,4 @@ def answers_of(
 
 def _bundle_id(bundle: Path) -> str:
     """Tells bundles apart by what they run: a hash of the manifest."""
-    return hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()[:12]
+    return hashlib.sha256((bundle / MANIFEST).read_bytes()).hexdigest()[:12]

@@ -63,7 +63,7 @@ def chat(
         raise PromptError("this model has no chat template, so there is no chat; continue text with: generate --raw")
     first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     session.encode([*first, {"role": "user", "content": "hello"}], options)  # a template may refuse the system message
-    session.mode(options)
+    session.policy(options)
     if found.note:
         common.note(found.note)
     _converse(session, first, options)

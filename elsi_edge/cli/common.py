@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
-from rich.text import Text
 
 from elsi_edge.artifacts import to_plain
+from elsi_edge.cli.progress import Advance, bar_on, lines_on, size_text
+
+__all__ = ["emit_json", "err", "next_command", "note", "out", "progress", "size_text"]
 
 _PIPE_WIDTH = 120  # columns when nobody looks; a terminal says its own
 
@@ -44,55 +45,12 @@ def next_command(text: str) -> None:
     note(f"Next: {text}")
 
 
-def size_text(size: float) -> str:
-    """Bytes for people, in decimal units, e.g. "98.4 MB"."""
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"
-
-
-class Advance:
-    """Handle of a running progress bar."""
-
-    def __init__(self, bar: Progress, task: TaskID) -> None:
-        self._bar = bar
-        self._task = task
-
-    def advance(self, n: float = 1.0) -> None:
-        """Say that `n` more units are done."""
-        self._bar.advance(self._task, n)
-
-
 @contextlib.contextmanager
 def progress(description: str, total: float | None, unit: str) -> Iterator[Advance]:
-    """A bar with rate and time left on stderr, and nothing at all when stderr is no terminal.
+    """Share, rate and time left on stderr: a bar on a terminal, elsewhere a line at the start and now and then.
 
-    `total` in `unit`, None when it is not known; `unit` is a plural noun such as "tokens", or "bytes".
+    `total` in `unit`, None when it is not known; `unit` is a plural noun such as "tokens", or "bytes", or "" for a
+    share of 1.
     """
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        _Rate(unit),
-        TimeRemainingColumn(),
-        console=err,
-        transient=True,
-        disable=not err.is_terminal,
-    )
-    with bar:
-        yield Advance(bar, bar.add_task(description, total=total))
-
-
-class _Rate(ProgressColumn):
-    def __init__(self, unit: str) -> None:
-        super().__init__()
-        self._unit = unit
-
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        if self._unit == "bytes":
-            done = size_text(task.completed) + (f" of {size_text(task.total)}" if task.total else "")
-            return Text(done + (f", {size_text(speed)}/s" if speed else ""))
-        done = f"{task.completed:.0f}" + (f" of {task.total:.0f}" if task.total else "") + f" {self._unit}"
-        return Text(done + (f", {speed:.1f}/s" if speed else ""))
+    with bar_on(err, description, total, unit) if err.is_terminal else lines_on(note, description, total, unit) as bar:
+        yield bar

@@ -10,7 +10,7 @@ from elsi_edge.cli.draft_support import flags, quoted, reporter, require_torch
 
 if TYPE_CHECKING:
     from elsi_edge.artifacts import BatchTargetRunner, LayerSelection, ModelShape, PromptRow
-    from elsi_edge.cli.common import Advance
+    from elsi_edge.cli.progress import Advance
     from elsi_edge.draft.answers import Answer
     from elsi_edge.draft.report import Reporter
     from elsi_edge.draft.settings import DistillSettings
@@ -87,7 +87,7 @@ def distill(
     if engine == "torch":
         runner, codec = _open_torch(source, device or "cpu", threads)
     else:
-        runner, codec = open_bundle(bundle or place.plain_bundle("int4"), threads, source.fingerprint, model)
+        runner, codec = open_bundle(bundle, place, threads, source.fingerprint, model)
     shards = out or place.shards
     manifest = make_shards(runner, codec, rows, selection, settings, shards, model=model, answers=given)
     _report(manifest, shards, json=json)
@@ -201,7 +201,7 @@ def selection_for(
     path = place.selection_path
     if not path.is_file():
         raise SelectionError(
-            f"no selection at {path}: choose the taps with 'elsi-edge calibrate {quoted(model)}', or give --taps"
+            f"no selection at {path}: give --taps, or choose them with: elsi-edge calibrate {quoted(model)}{place.flag}"
         )
     try:
         return LayerSelection.from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
@@ -220,22 +220,31 @@ def _open_torch(source: "SourceModel", device: str, threads: int) -> "tuple[Batc
     return open_torch_runner(source, codec.eos_ids, device=device, threads=threads), codec
 
 
-def open_bundle(path: Path, threads: int, fingerprint: str, model: str) -> "tuple[BatchTargetRunner, TextCodec]":
-    """A plain bundle of the model with this fingerprint, to answer and to give states. Raises BundleError."""
+def open_bundle(
+    given: Path | None, place: "WorkDir", threads: int, fingerprint: str, model: str
+) -> "tuple[BatchTargetRunner, TextCodec]":
+    """A plain bundle of the model with this fingerprint, to answer and to give states: the work directory's at int4
+    where none is given. Raises BundleError."""
+    from elsi_edge.bundle import MANIFEST
+    from elsi_edge.cli.calibration_answers import plain_bundle
     from elsi_edge.errors import BundleError
     from elsi_edge.runtime.target_runner import open_target_runner
     from elsi_edge.text import TextCodec
 
-    if not path.is_dir():
+    path = given or place.plain_bundle("int4")
+    export = f"elsi-edge export {quoted(model)} --plain-only{place.flag}"
+    if not (path / MANIFEST).is_file():
+        other = plain_bundle(place)
+        have = "" if other in (None, path) else f", or give the one that is there with --bundle {quoted(str(other))}"
         raise BundleError(
-            f"no plain bundle at {path}: make one with 'elsi-edge export {quoted(model)} --plain-only', "
-            "or give --bundle"
+            f"no plain bundle at {path}, and the draft learns from the target as it will be deployed: make one with: "
+            f"{export}{have}"
         )
     runner = open_target_runner(path, threads)
     if runner.fingerprint != fingerprint:
         raise BundleError(
             f"{path} was exported from the model {runner.fingerprint[:12]}, {model} is {fingerprint[:12]}; "
-            "export this model again with --plain-only, or give the bundle's own model"
+            f"give the bundle's own model, or export this one again: {export} --force"
         )
     return runner, TextCodec.open(path)
 

@@ -102,7 +102,8 @@ def export_(
     loaded = load_draft_for(source, draft, place)
     if loaded is None:
         raise DraftError(
-            f"there is no draft for {model} yet; give one with --draft, or train one: elsi-edge build {quoted(model)}"
+            f"there is no draft for {model} yet; give one with --draft, or train one: elsi-edge build {quoted(model)} "
+            f"--hours 4{place.flag}"
         )
     path, found = loaded
     if found.config.target_fingerprint != source.fingerprint:

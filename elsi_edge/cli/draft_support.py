@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from elsi_edge.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from elsi_edge.cli.common import Advance
+    from elsi_edge.cli.progress import Advance
 
 
 def require_torch(feature: str) -> None:

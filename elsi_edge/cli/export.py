@@ -67,7 +67,8 @@ def export(
 
     wanted_taps = _layers(layers)
     require_build_extra("exporting a model")
-    from elsi_edge.export.pipeline import ExportSettings, check_request
+    from elsi_edge.cli.export_report import say_next, show
+    from elsi_edge.export.pipeline import DRAFT_PRECISION, ExportSettings, check_request
 
     _require_m(m, None)
     source = resolve(model)
@@ -78,16 +79,21 @@ def export(
     place = WorkDir.for_model(source.slug, work)
     loaded = None if plain_only else load_draft_for(source, draft, place)
     target = out or (place.plain_bundle(precision) if loaded is None else place.bundle(precision))
+    # What does not fit together is said before that a bundle is there, which would only be the next thing to go wrong.
+    chosen = None if plain_only else _selection(wanted_taps, source, place, loaded)
+    if chosen is not None:
+        _require_agreement(*chosen, m, model, place, loaded)
+    if loaded is not None:
+        _require_same_target(source, loaded[1], place)
     _require_place(target, force=force)
     if not plain_only:
-        selection, origin = _selection(wanted_taps, m, source, place, loaded)
-        _require_agreement(selection, origin, m, model, loaded)
+        selection, origin = chosen or (_calibrate(source, m, place), f"the selection {place.selection_path}")
         common.note(f"taps: {selection.describe()}, from {origin}")
         common.note(f"draft: {loaded[0]}" if loaded else "there is no draft yet, so this bundle is plain-only")
     settings = ExportSettings(precision=precision, draft_precision=draft_precision, context=context, replace=force)
     manifest = write_bundle(source, target, settings, None if loaded is None else loaded[1])
-    _report(manifest, target, json=json)
-    _say_next(manifest, model, target, place, work)
+    show(manifest, target, draft_precision or DRAFT_PRECISION[precision], json=json)
+    say_next(manifest, model, target, place)
 
 
 def write_bundle(
@@ -185,12 +191,11 @@ def load_draft_for(source: "SourceModel", given: str | None, place: "WorkDir") -
 
 def _selection(
     wanted: tuple[int, ...] | str,
-    m: int | None,
     source: "SourceModel",
     place: "WorkDir",
     loaded: "tuple[Path, LoadedDraft] | None",
-) -> "tuple[LayerSelection, str]":
-    """The taps to export and where they come from."""
+) -> "tuple[LayerSelection, str] | None":
+    """The taps to export and where they come from; None where they have to be measured first."""
     from elsi_edge.artifacts import LayerSelection
     from elsi_edge.calibration import selection as rules
     from elsi_edge.cli.inspect import read_selection
@@ -203,12 +208,13 @@ def _selection(
             if found.target_fingerprint not in ("", source.fingerprint):
                 raise SelectionError(
                     f"{place.selection_path} was measured on the model {found.target_fingerprint[:12]}, "
-                    f"{source.reference} is {source.fingerprint[:12]}; calibrate again or use another --work"
+                    f"{source.reference} is {source.fingerprint[:12]}; calibrate again "
+                    f"(elsi-edge calibrate {shlex.quote(source.reference)}{place.flag}) or use another --work"
                 )
             return found, f"the selection {place.selection_path}"
         if loaded is not None:
             return loaded[1].config.selection, f"the draft {loaded[0]}"
-        return _calibrate(source, m, place), f"the selection {place.selection_path}"
+        return None
     taps = rules.eagle3_taps(shape.blocks) if isinstance(wanted, str) else wanted
     method = "eagle3" if isinstance(wanted, str) else "explicit"
     chosen = LayerSelection(
@@ -224,19 +230,43 @@ def _selection(
 
 
 def _require_agreement(
-    selection: "LayerSelection", origin: str, m: int | None, model: str, loaded: "tuple[Path, LoadedDraft] | None"
+    selection: "LayerSelection",
+    origin: str,
+    m: int | None,
+    model: str,
+    place: "WorkDir",
+    loaded: "tuple[Path, LoadedDraft] | None",
 ) -> None:
     """Raise UsageError when --m and the selection differ, DraftError when the selection and the draft do."""
+    from elsi_edge.cli.export_report import training_commands
     from elsi_edge.errors import UsageError
     from elsi_edge.export.pipeline import same_selection_or_explain
 
+    named = origin.startswith("--layers")
     if m is not None and selection.m != m:
+        anew = f"elsi-edge calibrate {shlex.quote(model)} --m {m}{place.flag}"
+        advice = "" if named else f", or choose and train anew, beginning with: {anew}"
         raise UsageError(
-            f"--m is {m}, but {origin} has m = {selection.m} ({selection.describe()}); leave --m out, or choose and "
-            f"train anew, beginning with: elsi-edge calibrate {shlex.quote(model)} --m {m}"
+            f"--m is {m}, but {origin} has m = {selection.m} ({selection.describe()}); leave --m out{advice}"
         )
     if loaded is not None:
-        same_selection_or_explain(selection, loaded[1], model=model, draft_path=loaded[0])
+        same_selection_or_explain(
+            selection,
+            loaded[1],
+            draft_path=loaded[0],
+            asked=f"{origin} {'names' if named else 'chose'}",
+            train=training_commands(model, selection, place, named=named),
+        )
+
+
+def _require_same_target(source: "SourceModel", draft: "LoadedDraft", place: "WorkDir") -> None:
+    """Raise DraftError when the draft is another target's."""
+    from elsi_edge.export.pipeline import require_same_target
+    from elsi_edge.text import TextCodec
+
+    name = shlex.quote(source.reference)
+    train = f"elsi-edge distill {name}{place.flag} && elsi-edge train {name}{place.flag}"
+    require_same_target(draft, source, TextCodec.from_model_dir(source.directory), train=train)
 
 
 def _calibrate(source: "SourceModel", m: int | None, place: "WorkDir") -> "LayerSelection":
@@ -253,47 +283,3 @@ def _calibrate(source: "SourceModel", m: int | None, place: "WorkDir") -> "Layer
         raise SystemExit(0)
     run.write(analysis, out=None, report=None, plot=None)
     return analysis.selection
-
-
-def _report(manifest: "BundleManifest", out: Path, *, json: bool) -> None:
-    from elsi_edge.cli import common
-    from elsi_edge.cli.bundle_report import components, figure_lines, size_lines
-
-    if json:
-        sizes = components(manifest)
-        common.emit_json(
-            {
-                "path": str(out),
-                "model": manifest.model,
-                "precision": manifest.precision,
-                "context": manifest.context,
-                "plain_only": manifest.plain_only,
-                "taps": None if manifest.selection is None else manifest.selection.taps,
-                "bytes": sum(sizes.values()),
-                "components": sizes,
-                "parity": manifest.parity,
-            }
-        )
-        return
-    kind = "without a draft" if manifest.selection is None else f"with a draft on {manifest.selection.describe()}"
-    lines = [f"{out}: {manifest.model}, {manifest.precision}, {kind}, context {manifest.context} tokens"]
-    lines += size_lines(manifest)
-    if manifest.parity:
-        lines += ["checked against the source model:", *figure_lines(manifest.parity)]
-    for line in lines:
-        common.out.print(line, soft_wrap=True)
-
-
-def _say_next(manifest: "BundleManifest", model: str, out: Path, place: "WorkDir", work: Path | None) -> None:
-    from elsi_edge.cli import common
-
-    if not manifest.plain_only:
-        common.next_command(f"elsi-edge bench {shlex.quote(str(out))}")
-        return
-    name, where = shlex.quote(model), f" --work {shlex.quote(str(work))}" if work else ""
-    bundle = "" if out == place.plain_bundle("int4") else f" --bundle {shlex.quote(str(out))}"
-    common.note(f"It runs with: elsi-edge generate {shlex.quote(str(out))} 'Hello' --plain")
-    steps = [] if place.selection_path.is_file() else [f"elsi-edge calibrate {name}{where}"]
-    steps += [f"elsi-edge distill {name}{where}{bundle}", f"elsi-edge train {name}{where}"]
-    steps += [f"elsi-edge export {name}{where} --precision {manifest.precision}"]
-    common.next_command(" && ".join(steps))

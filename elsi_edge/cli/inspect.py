@@ -249,6 +249,8 @@ def _shown(key: str, value: Any) -> str:
 
     if value is None:
         return "none"
+    if (key, value) == ("method", "explicit"):
+        return "given by number, not chosen by a rule"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and key in _SIZES:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from elsi_edge.draft.settings import TrainSettings
     from elsi_edge.models import SourceModel
     from elsi_edge.processes import Processes
+    from elsi_edge.workdir import WorkDir
 
 _MINUTES = 60.0  # when neither --minutes nor --steps is given
 _STRUCTURE = "Structure"
@@ -181,15 +182,17 @@ def train(
     )  # fmt: skip
     source = resolve(model)
     place = WorkDir.for_model(source.slug, work)
-    target = out or place.draft
+    target, data = out or place.draft, shards or place.shards
+    _require_shards(data, f"elsi-edge distill {quoted(model)}{flags(out=shards)}{place.flag}")
     group = processes()
     try:
-        config = train_draft(source, shards or place.shards, target, settings, group=group, fresh=fresh, init=init)
+        config = train_draft(source, data, target, settings, group=group, fresh=fresh, init=init)
     finally:
         group.end()
     if group.rank == 0:
         _report(config, target, json=json)
-        common.next_command(f"elsi-edge export {quoted(model)}{flags(draft=out, work=work)}")
+        layers = _layers(config, place)
+        common.next_command(f"elsi-edge export {quoted(model)}{flags(draft=out)}{layers}{place.flag}")
 
 
 def train_draft(
@@ -211,6 +214,29 @@ def train_draft(
             shards, source.directory, out, settings, reporter=reporter(bar) if bar else None,
             target_fingerprint=source.fingerprint, fresh=fresh, init=init, group=group,
         )  # fmt: skip
+
+
+def _require_shards(directory: Path, command: str) -> None:
+    """Raise DataError, with the command that makes them, where there are no shards."""
+    from elsi_edge.draft.shards import MANIFEST
+    from elsi_edge.errors import DataError
+
+    if not (directory / MANIFEST).is_file():
+        raise DataError(f"{directory} holds no shards ({MANIFEST} is missing); make them with: {command}")
+
+
+def _layers(config: "DraftConfig", place: "WorkDir") -> str:
+    """The option that makes `export` take the draft's own taps, where it would take a selection of others."""
+    from elsi_edge.cli.inspect import read_selection
+    from elsi_edge.errors import SelectionError
+
+    try:
+        chosen = read_selection(place.selection_path) if place.selection_path.is_file() else None
+    except SelectionError:
+        return ""
+    if chosen is None or chosen.same_taps(config.selection) or config.selection.state == "final-norm":
+        return ""
+    return f" --layers {','.join(map(str, config.selection.taps))}"
 
 
 def _taps(text: str) -> tuple[int, ...]:

@@ -50,11 +50,11 @@ def encode_prompt(codec: ChatEncoder, prompt: PromptRow) -> list[int]:
 
 
 def encode_named(codec: ChatEncoder, prompt: PromptRow) -> list[int]:
-    """`encode_prompt`, whose errors name the row."""
+    """`encode_prompt`. Raises DataError naming the row: what is wrong stands in a file."""
     try:
         return encode_prompt(codec, prompt)
     except PromptError as error:
-        raise PromptError(f"row {prompt.id!r}: {error}") from error
+        raise DataError(f"row {prompt.id!r}: {error}") from error
 
 
 def make_jobs(

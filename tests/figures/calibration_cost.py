@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from elsi_edge.calibration import CalibrationSettings, analyse, capture
-from elsi_edge.calibration.measure import batches_of
 from elsi_edge.calibration.rendering import Rendered, render
+from elsi_edge.calibration.stages import batches_of
 from elsi_edge.machine import cores
 from elsi_edge.models import BUILTIN, resolve
 from elsi_edge.prompts import builtin_calibration_prompts

@@ -64,7 +64,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--against", type=Path, nargs="*", default=[], help="other drafts, compared with the first")
     parser.add_argument("--prompts", type=Path, help="JSONL prompts that name the categories")
     parser.add_argument("--model", help="the target (default: the one that the shards name)")
-    parser.add_argument("--limit", type=int, help="tokens that decoding may emit; near it the runtime drafts less")
+    parser.add_argument("--limit", type=int, help="tokens that decoding may emit; near it the runtime drafts fewer levels")
     parser.add_argument("--out", type=Path, default=Path("replay.json"))
     parser.add_argument("--threads", type=int, default=0)
     return parser.parse_args()

@@ -1,10 +1,10 @@
-"""The table that answers the paper: a draft per rule of layer selection, trained alike, and what the target accepts of it.
+"""The table that answers the paper: a draft per rule of layer selection, trained alike, and what is accepted of it.
 
     python -m tests.figures.table WORK --train-shards DIR --dev-shards DIR --prompts spec_bench_dev.jsonl \
         [--steps 700] [--lanes 2] [--stages train,replay,sample,report] [--out docs/figures/table.json]
 
-Same data, steps and settings for every rule; only the taps, and with them the projection, differ. Every stage goes on from
-what WORK holds, so that the command may be cut and given again. The shards must hold every tap named below
+Same data, steps and settings for every rule; only the taps, and with them the projection, differ. Every stage goes on
+from what WORK holds, so that the command may be cut and given again. The shards must hold every tap named below
 (`elsi-edge distill --taps`), the dev shards the target's greedy answers.
 """
 
@@ -20,6 +20,9 @@ from typing import Any
 
 from elsi_edge.draft.checkpoint import load_draft
 from elsi_edge.fsio import write_json
+from elsi_edge.prompts import read_prompts
+from tests.figures.replay import Counts, by_category, differences
+from tests.figures.table_report import BASE, write_into
 
 MODEL = "smollm2-135m-instruct"
 
@@ -38,7 +41,7 @@ class Rule:
         return [(f"{plain}-s{seed}", seed) for seed in range(self.seeds)]
 
 
-# Picks of `elsi-edge calibrate smollm2-135m-instruct`, on the target's answers to the 256 built-in prompts (docs/calibration.md).
+# Picks of `elsi-edge calibrate`, on the target's answers to the 256 built-in prompts (docs/calibration.md).
 RULES = (
     Rule(name="elsi m=1", taps="27", seeds=3),
     Rule(name="eagle3", taps="2,15,27", seeds=3),
@@ -62,7 +65,10 @@ def main() -> None:
     if "replay" in stages:
         _replay(options, finished)
     if "report" in stages:
-        write_json(options.out, _gather(options, finished))
+        figures = _gather(options, finished)
+        write_json(options.out, figures)
+        if options.document:
+            write_into(options.document, figures)
 
 
 def _options() -> argparse.Namespace:
@@ -76,6 +82,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--flags", default="", help="more of `elsi-edge train`, the same for every rule")
     parser.add_argument("--stages", default="train,replay,report")
     parser.add_argument("--out", type=Path, default=Path("docs/figures/table.json"))
+    parser.add_argument("--document", type=Path, help="Markdown with markers for the tables, such as docs/experiments.md")
     return parser.parse_args()
 
 
@@ -131,19 +138,39 @@ def _replay_one(options: argparse.Namespace, name: str) -> None:
 
 
 def _gather(options: argparse.Namespace, finished: Sequence[str]) -> dict[str, Any]:
-    """One object: how the drafts were trained, and by run its taps, size, agreement and tau."""
-    runs: dict[str, Any] = {}
-    for name in finished:
-        directory = options.work / name
-        training = load_draft(directory).config.training
-        replayed = directory / "replay.json"
-        figures = json.loads(replayed.read_text())[str(directory)] if replayed.is_file() else {}
-        rule, seed = next(run for other, run in _in_order(RULES) if other == name)
-        runs[name] = {
-            "rule": rule.name, "taps": rule.taps, "seed": seed, "size": training.get("size"),
-            "evaluation": training.get("evaluation"), "tau": figures.get("tau"), "rows": figures.get("rows"),
-        }  # fmt: skip
-    return {"model": MODEL, "steps": options.steps, "flags": options.flags, "runs": runs}
+    """One object: how the drafts were trained, and by rule its taps, size, agreement, tau, and difference to EAGLE-3's."""
+    categories = {row.id: row.category for row in read_prompts(options.prompts)}
+    rules: dict[str, Any] = {}
+    pooled: dict[str, dict[str, Counts]] = {}
+    for rule in RULES:
+        runs = []
+        for name, seed in rule.runs():
+            replayed = options.work / name / "replay.json"
+            if name not in finished or not replayed.is_file():
+                continue
+            training = load_draft(options.work / name).config.training
+            rows = json.loads(replayed.read_text())[str(options.work / name)]["rows"]
+            own = {"seed": seed, "agreement": training["evaluation"]["agreement"], "tau": by_category(rows, categories)}
+            runs.append(own)
+            pooled[rule.name] = _add(pooled.get(rule.name), rows)
+            rules[rule.name] = {"taps": rule.taps, "size": training["size"], "runs": runs}
+            sampled = options.work / name / "sampled.json"
+            if seed == 0 and sampled.is_file():
+                rules[rule.name]["sampled"] = json.loads(sampled.read_text())
+    for name, rows in pooled.items():
+        if name != BASE and BASE in pooled:
+            rules[name]["difference"] = differences(rows, pooled[BASE], categories)
+    return {"model": MODEL, "steps": options.steps, "flags": options.flags, "rules": rules}
+
+
+def _add(one: dict[str, Counts] | None, other: dict[str, Counts]) -> dict[str, Counts]:
+    """Counts of two seeds, answer by answer."""
+    if one is None:
+        return other
+    return {
+        key: {d: [a + b for a, b in zip(counts[d], one[key][d], strict=True)] for d in counts}
+        for key, counts in other.items()
+    }
 
 
 if __name__ == "__main__":

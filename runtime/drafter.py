@@ -1,0 +1,127 @@
+"""The draft's side of a proposal: committed rows that wait to be read, and the nodes it runs in a round."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elsi_edge.runtime.draft import DraftStep
+from elsi_edge.runtime.tree import ROOT
+
+
+class Draft(Protocol):
+    """What is asked of a draft; `OrtDraft`, or a toy in tests."""
+
+    draft_to_target_ids: NDArray[np.int64]  # [U] absolute target ids
+
+    @property
+    def length(self) -> int:
+        """Entries committed."""
+        ...
+
+    def keep(self, entries: int) -> None:
+        """Forget everything but the first `entries` entries."""
+        ...
+
+    def room(self) -> int:
+        """How many levels of nodes fit before the context ends."""
+        ...
+
+    def extend(self, next_tokens: Sequence[int], taps: NDArray[np.float32]) -> DraftStep:
+        """Commit entries; predictions after the last."""
+        ...
+
+    def expand(
+        self, tokens: NDArray[np.int64], states: NDArray[np.float32], depth: int, seen: NDArray[np.bool_]
+    ) -> DraftStep:
+        """Run nodes without committing; predictions after each."""
+        ...
+
+
+class Drafter:
+    """Reads committed rows when a round first asks the draft, so rounds without it cost nothing, and catches up."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        self._tokens: list[int] = []  # of rows that wait
+        self._taps: list[NDArray[np.float32]] = []
+        self._run: list[int] = []  # nodes that ran since the last entry, in cache order
+        self._step: DraftStep | None = None  # what the last run said
+        self._rows: list[int] = []  # nodes, or ROOT, whose children it predicts
+
+    def keep(self, rows: int) -> None:
+        """Forget everything but the first `rows` rows."""
+        entries = self.draft.length
+        if rows <= entries:
+            self.draft.keep(rows)
+            self._tokens, self._taps = [], []
+        else:
+            taps = np.concatenate(self._taps)[: rows - entries]
+            self._tokens, self._taps = self._tokens[: rows - entries], [taps]
+        self._step = None
+
+    def observe(self, next_tokens: Sequence[int], taps: NDArray[np.float32]) -> None:
+        """Note committed rows; the draft runs over them when it is next asked, so a last round costs nothing."""
+        self._tokens.extend(next_tokens)
+        self._taps.append(taps.copy())
+        self._step = None
+
+    @property
+    def room(self) -> int:
+        """Levels of nodes that fit after what waits; 0 when the draft was made for shorter sequences."""
+        return max(0, self.draft.room() - len(self._tokens))
+
+    @property
+    def started(self) -> bool:
+        """Whether the draft was asked since the last observed row."""
+        return self._step is not None
+
+    @property
+    def levels(self) -> int:
+        """Calls since the first one of the round."""
+        return len(self._run)
+
+    def start(self) -> DraftStep:
+        """Read what waits; predictions for the first level. Raises ValueError when nothing was observed."""
+        if not self._tokens:
+            raise ValueError("nothing was observed since the last proposal")
+        step = self.draft.extend(self._tokens, np.concatenate(self._taps) if len(self._taps) > 1 else self._taps[0])
+        self._tokens, self._taps, self._run = [], [], []
+        self._step, self._rows = step, [ROOT]
+        return step
+
+    def expand(self, nodes: Sequence[int], tokens: Sequence[int], parents: Sequence[int], depth: int) -> DraftStep:
+        """Run nodes of one depth, whose parents ran last; predictions for their children.
+
+        `tokens` and `parents` are of all candidates, by node.
+        """
+        assert self._step is not None  # the first level comes from start()
+        rows = [self._rows.index(parents[node]) for node in nodes]
+        states = self._step.states if rows == [0] and len(self._rows) == 1 else self._step.states[rows]
+        self._run.extend(nodes)
+        seen = _seen(parents, nodes, self._run)
+        self._step = self.draft.expand(np.array([tokens[node] for node in nodes]), states, depth, seen)
+        self._rows = list(nodes)
+        return self._step
+
+
+def likeliest(log_probs: NDArray[np.float32], count: int) -> list[int]:
+    """Indices of the `count` largest of [U], largest first, of equal ones the lower."""
+    if count == 1:
+        return [int(np.argmax(log_probs))]
+    count = min(count, len(log_probs))
+    top = np.argpartition(-log_probs, count - 1)[:count]
+    return sorted(top.tolist(), key=lambda index: (-log_probs[index], index))
+
+
+def _seen(parents: Sequence[int], frontier: Sequence[int], run: Sequence[int]) -> NDArray[np.bool_]:
+    """[T, W] which of the nodes run so far each frontier node sees: its ancestors and itself."""
+    place = {node: index for index, node in enumerate(run)}
+    seen = np.zeros((len(frontier), len(run)), np.bool_)
+    for row, node in enumerate(frontier):
+        current = node
+        while current != ROOT:
+            seen[row, place[current]] = True
+            current = parents[current]
+    return seen

@@ -1,0 +1,104 @@
+"""What a call's options come to on a bundle and a device: mode, budget, sources, and prices. Pure, no I/O."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from elsi_edge.artifacts import Precision
+from elsi_edge.errors import BundleError, UsageError
+from elsi_edge.runtime.options import PROPOSALS, GenerateOptions, Proposal
+from elsi_edge.runtime.pace import Clock, FixedPace, LivePace, Pace
+from elsi_edge.runtime.price import typical
+from elsi_edge.runtime.tuning import Tuning
+
+Mode = Literal["plain", "chain", "tree"]
+
+# Until the device is measured: nodes a round at most. How many it takes depends on typical prices.
+DEFAULT_DRAFT_NODES: Mapping[Precision, int] = {"fp32": 8, "int8": 4, "int4": 4}
+DEFAULT_SPEEDUP = 1.1  # over plain decoding, until it is known
+EXACT_CHAIN_NODES = 15  # int4 and int8 kernels give the same bits for 1 to 16 rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How a generation drafts."""
+
+    mode: Mode
+    budget: int  # N at most; 0 when plain
+    proposals: tuple[Proposal, ...]  # sources; empty when plain
+    tuning: Tuning | None  # that chose; None when the user or a default did
+
+    def pace(self, options: GenerateOptions, precision: Precision, clock: Clock) -> Pace:
+        """Prices of the rounds: none for a budget that the user named, by the clock only where no seed is given."""
+        if options.draft_nodes is not None or self.mode == "plain":
+            return Pace()
+        costs = typical(precision) if self.tuning is None else self.tuning.costs()
+        speedup = DEFAULT_SPEEDUP if self.tuning is None else self.tuning.choice.speedup
+        return FixedPace(costs, speedup) if options.seed is not None else LivePace(costs, speedup, clock)
+
+
+def decide(
+    options: GenerateOptions, *, precision: Precision, sources: tuple[Proposal, ...], tuning: Tuning | None
+) -> Policy:
+    """The policy for one call on a bundle with these sources of candidates.
+
+    Raises BundleError for a source that is not there, UsageError for what exact mode cannot hold.
+    """
+    plain = Policy(mode="plain", budget=0, proposals=(), tuning=tuning)
+    if options.plain or options.draft_nodes == 0:
+        return plain
+    proposals = _proposals(options, sources, tuning)
+    if not proposals:
+        return plain
+    exact = options.exact and precision != "fp32"
+    choice = tuning.choice if tuning is not None and (options.exact or precision == "fp32") else None
+    if choice is not None and choice.mode == "plain" and options.draft_nodes is None:
+        return plain
+    rows = EXACT_CHAIN_NODES + 1 if tuning is None else tuning.exact_rows
+    if options.draft_nodes is not None:
+        budget = options.draft_nodes
+    else:
+        budget = DEFAULT_DRAFT_NODES[precision] if choice is None else choice.draft_nodes
+        budget = min(budget, rows - 1) if exact else budget
+    if budget == 0:
+        return plain
+    if exact:
+        _require_exact(options, precision, budget, rows, measured=tuning is not None)
+    shape = options.shape
+    if shape == "auto":
+        shape = choice.mode if choice is not None and choice.mode != "plain" else "tree"
+    mode: Mode = "chain" if exact or shape == "chain" else "tree"
+    return Policy(mode=mode, budget=budget, proposals=proposals, tuning=tuning)
+
+
+def _proposals(options: GenerateOptions, sources: tuple[Proposal, ...], tuning: Tuning | None) -> tuple[Proposal, ...]:
+    if not sources:
+        if options.draft_nodes:
+            raise BundleError(
+                f"--draft-nodes is {options.draft_nodes}, but this bundle has no draft; use --plain or export with one"
+            )
+        return ()
+    found = tuple(name for name in options.proposals if name in sources)
+    if not found:
+        raise BundleError(
+            f"--proposals is {','.join(options.proposals)}, but this bundle has no draft; use --proposals ngram, or "
+            "export with a draft"
+        )
+    if tuning is not None and options.proposals == PROPOSALS and options.draft_nodes is None:
+        chosen = tuple(name for name in found if name in tuning.choice.proposals)
+        return chosen or found
+    return found
+
+
+def _require_exact(options: GenerateOptions, precision: Precision, budget: int, rows: int, *, measured: bool) -> None:
+    if options.shape == "tree":
+        raise UsageError(
+            f"--shape tree at {precision} is not exact: its attention sums a path's keys in another order "
+            "when they are not adjacent, and rounding then changes tokens; add --no-exact, or use a chain or fp32"
+        )
+    if budget > rows - 1:
+        where = "on this device" if measured else "as far as it is known"
+        raise UsageError(
+            f"--draft-nodes is {budget}, exact mode at {precision} holds chains of at most "
+            f"{rows - 1}: its kernels give the same bits for 1 to {rows} rows only, {where}; use fewer, or --no-exact"
+        )

@@ -1,0 +1,170 @@
+"""Which chain or tree, or none, brings the most tokens per second: recorded answers against the cost curve."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elsi_edge.runtime.decode import Plan
+from elsi_edge.runtime.drafter import Draft
+from elsi_edge.runtime.mixed import MixedProposer
+from elsi_edge.runtime.options import PROPOSALS, Proposal
+from elsi_edge.runtime.pace import FixedPace, Pace
+from elsi_edge.runtime.price import Costs
+from elsi_edge.runtime.recorded import CountingDraft, Played, Recorded, play
+from elsi_edge.runtime.tally import Tally
+from elsi_edge.runtime.tuning import Choice
+
+_WORTH_IT = 1.02  # predicted speed-up below which nothing is drafted
+_MOST_NODES = 63  # of a tree that is considered
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A way to draft."""
+
+    chain: bool
+    nodes: int  # N
+    proposals: tuple[Proposal, ...]
+    priced: bool  # whether nodes and calls must be worth their price, or all N are always taken
+
+    def words(self) -> str:
+        """As tables call it."""
+        kind = "chain" if self.chain else "tree"
+        return f"{kind} of {'at most ' if self.priced else ''}{self.nodes}, {' and '.join(self.proposals)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a shape should bring."""
+
+    shape: Shape
+    tokens_per_s: float  # predicted, without prefill
+    speedup: float  # over plain decoding, predicted the same way
+    tau: float
+    nodes: float  # per round
+    ms_verify: float  # per round
+    ms_draft: float
+    ms_overhead: float
+    tally: Tally
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of the tuning file's `shapes`."""
+        return {
+            "mode": "chain" if self.shape.chain else "tree",
+            "draft_nodes": self.shape.nodes,
+            "proposals": list(self.shape.proposals),
+            "priced": self.shape.priced,
+            "tokens_per_s": self.tokens_per_s,
+            "speedup": self.speedup,
+            "tau": self.tau,
+            "nodes_per_round": self.nodes,
+            "ms_per_round": {"verify": self.ms_verify, "draft": self.ms_draft, "overhead": self.ms_overhead},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solver:
+    """Predicts shapes on recorded answers."""
+
+    answers: Sequence[Recorded]
+    draft: Draft | None
+    costs: Costs  # milliseconds
+    overhead_ms: float  # of a round outside ONNX Runtime and proposing
+    ngram_prior: tuple[float, ...]
+    context: int
+
+    def plain_ms(self) -> float:
+        """Milliseconds per token of plain decoding, on these answers."""
+        pasts = [len(a.prompt_ids) + i for a in self.answers for i in range(len(a.token_ids) - 1)]
+        return sum(self.costs.rows(1, past) for past in pasts) / len(pasts) + self.overhead_ms
+
+    def outcome(self, shape: Shape, speedup: float) -> Outcome:
+        """Play the answers with a shape; prices are those of rounds that bring `speedup` tokens a plain step."""
+        counting = None if self.draft is None else CountingDraft(self.draft)
+        proposer = MixedProposer(counting, ngram_prior=self.ngram_prior)
+        played, pace = Played(), FixedPace(self.costs, speedup) if shape.priced else Pace()
+        for answer in self.answers:
+            plan = Plan(
+                budget=shape.nodes,
+                chain=shape.chain,
+                limit=len(answer.token_ids),
+                context=self.context,
+                proposals=shape.proposals,
+            )
+            play(answer, proposer, plan, pace, counting, played)
+        return self._priced(shape, played)
+
+    def _priced(self, shape: Shape, played: Played) -> Outcome:
+        tally = Tally()
+        verify = 0.0
+        for one, past, used in zip(played.rounds, played.pasts, played.used, strict=True):
+            tally.add(one, used)
+            verify += self.costs.rows(one.drafted + 1, past)
+        count = max(1, len(played.rounds))
+        draft = played.entries * self.costs.entry + played.levels * self.costs.level
+        overhead = count * self.overhead_ms + played.seconds * 1e3
+        per_token = (verify + draft + overhead) / max(1, played.tokens)
+        return Outcome(
+            shape=shape,
+            tokens_per_s=1e3 / per_token,
+            speedup=self.plain_ms() / per_token,
+            tau=played.tokens / count,
+            nodes=tally.drafted / count,
+            ms_verify=verify / count,
+            ms_draft=draft / count,
+            ms_overhead=overhead / count,
+            tally=tally,
+        )
+
+
+def candidate_shapes(precision: str, exact: int, *, has_draft: bool) -> list[Shape]:
+    """Shapes to consider where `exact` rows a step are exact: chains at int4 and int8, trees too at fp32."""
+    both: tuple[Proposal, ...] = PROPOSALS if has_draft else ("ngram",)
+    tree = precision == "fp32"
+    most = _MOST_NODES if tree else exact - 1
+    shapes = [
+        Shape(chain=not tree, nodes=nodes, proposals=proposals, priced=True)
+        for nodes in ((4, 8, 16, 30) if tree else (2, 4, 8, 15))
+        for proposals in dict.fromkeys((both, ("ngram",)))
+    ]
+    shapes += [Shape(chain=True, nodes=nodes, proposals=both, priced=False) for nodes in (1, 2, 4)]
+    shapes += [Shape(chain=False, nodes=nodes, proposals=both, priced=False) for nodes in (4, 8, 16) if tree]
+    return [shape for shape in shapes if shape.nodes <= most]
+
+
+def choose_shape(outcomes: Sequence[Outcome], plain_ms: float, costs: Costs) -> Choice:
+    """The best priced shape, or none where it brings under 2 %, in words."""
+    plain = 1e3 / plain_ms
+    priced = [outcome for outcome in outcomes if outcome.shape.priced]
+    two = costs.rows(2, costs.contexts[0]) / costs.rows(1, costs.contexts[0])
+    steep = f"verifying two rows takes {two:.2f} times one"
+    if not priced:
+        why = "several rows a step are not exact on this device, so nothing is drafted"
+        return _plain_choice(plain, why)
+    best = max(priced, key=lambda outcome: outcome.tokens_per_s)
+    # A smaller budget that is as good within half a percent is the safer one.
+    close = [outcome for outcome in priced if outcome.tokens_per_s >= 0.995 * best.tokens_per_s]
+    best = min(close, key=lambda outcome: (outcome.shape.nodes, -outcome.tokens_per_s))
+    gain = f"{best.tokens_per_s:.1f} tokens/s against {plain:.1f} plain ({best.speedup:.2f} times)"
+    if best.speedup < _WORTH_IT:
+        return _plain_choice(plain, f"{steep}, and the best shape ({best.shape.words()}) would bring only {gain}")
+    used = {name: counts for name, counts in best.tally.by_source().items() if counts.drafted}
+    said = ", ".join(
+        f"{name} {counts.accepted / counts.drafted:.0%} of {counts.drafted}" for name, counts in used.items()
+    )
+    why = (
+        f"{steep}, so a second row pays where its token is right more than {two - 1:.0%} of the time; "
+        f"the {best.shape.words()} takes {best.nodes:.2f} nodes a round (accepted: {said}), tau {best.tau:.2f}: {gain}"
+    )
+    return Choice(
+        mode="chain" if best.shape.chain else "tree",
+        draft_nodes=best.shape.nodes,
+        proposals=best.shape.proposals,
+        tokens_per_s=best.tokens_per_s,
+        plain_tokens_per_s=best.tokens_per_s / best.speedup,
+        why=why,
+    )
+
+
+def _plain_choice(plain: float, why: str) -> Choice:
+    return Choice(mode="plain", draft_nodes=0, proposals=(), tokens_per_s=plain, plain_tokens_per_s=plain, why=why)
