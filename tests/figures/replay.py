@@ -47,9 +47,9 @@ def main() -> None:
     categories = {row.id: row.category for row in read_prompts(options.prompts)} if options.prompts else {}
     drafts = {path: figures[str(path)]["rows"] for path in map(str, (options.draft, *options.against))}
     for path, rows in drafts.items():
-        figures[path]["tau"] = _by_category(rows, categories)
+        figures[path]["tau"] = by_category(rows, categories)
         if path != str(options.draft):
-            figures[path]["difference"] = _differences(drafts[str(options.draft)], rows, categories)
+            figures[path]["difference"] = differences(drafts[str(options.draft)], rows, categories)
     write_json(options.out, figures)
     shown = {path: {k: v for k, v in figures[path].items() if k != "rows"} for path in drafts}
     print(json.dumps(shown))  # noqa: T201 - a script's result
@@ -64,7 +64,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--against", type=Path, nargs="*", default=[], help="other drafts, compared with the first")
     parser.add_argument("--prompts", type=Path, help="JSONL prompts that name the categories")
     parser.add_argument("--model", help="the target (default: the one that the shards name)")
-    parser.add_argument("--limit", type=int, help="tokens that decoding may emit; near it the runtime drafts fewer levels")
+    parser.add_argument("--limit", type=int, help="tokens that decoding may emit, which limits depth")
     parser.add_argument("--out", type=Path, default=Path("replay.json"))
     parser.add_argument("--threads", type=int, default=0)
     return parser.parse_args()
@@ -111,7 +111,7 @@ def _sha256(data: ShardSet) -> str:
     return data.manifest.shards[0].sha256[:16] + f"+{len(data.manifest.shards)}"
 
 
-def _by_category(rows: Mapping[str, Counts], categories: Mapping[str, str]) -> dict[str, Any]:
+def by_category(rows: Mapping[str, Counts], categories: Mapping[str, str]) -> dict[str, Any]:
     """tau by category and drafting, with the number of answers."""
     return {
         name: {"answers": len(keys), **{d: _tau(counts) for d, counts in _counts(rows, keys).items()}}
@@ -119,7 +119,7 @@ def _by_category(rows: Mapping[str, Counts], categories: Mapping[str, str]) -> d
     }
 
 
-def _differences(
+def differences(
     first: Mapping[str, Counts], other: Mapping[str, Counts], categories: Mapping[str, str]
 ) -> dict[str, Any]:
     """First draft's tau less the other's, with the 95 % interval over resampled answers, by category and drafting."""

@@ -82,7 +82,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--flags", default="", help="more of `elsi-edge train`, the same for every rule")
     parser.add_argument("--stages", default="train,replay,report")
     parser.add_argument("--out", type=Path, default=Path("docs/figures/table.json"))
-    parser.add_argument("--document", type=Path, help="Markdown with markers for the tables, such as docs/experiments.md")
+    parser.add_argument(
+        "--document", type=Path, help="Markdown with markers for the tables, such as docs/experiments.md"
+    )
     return parser.parse_args()
 
 
@@ -138,7 +140,7 @@ def _replay_one(options: argparse.Namespace, name: str) -> None:
 
 
 def _gather(options: argparse.Namespace, finished: Sequence[str]) -> dict[str, Any]:
-    """One object: how the drafts were trained, and by rule its taps, size, agreement, tau, and difference to EAGLE-3's."""
+    """One object: how the drafts were trained; by rule its taps, size, agreement, tau and difference to EAGLE-3's."""
     categories = {row.id: row.category for row in read_prompts(options.prompts)}
     rules: dict[str, Any] = {}
     pooled: dict[str, dict[str, Counts]] = {}

@@ -46,10 +46,8 @@ def _overall(rules: Mapping[str, Any]) -> str:
         taus = [_spread([run["tau"]["all"][d] for run in rule["runs"]]) for d in DRAFTINGS]
         size = rule["size"]
         agreement = " ".join(f"{value:.3f}" for value in rule["runs"][0]["agreement"])
-        rows.append(
-            [name, f"`{rule['taps']}`", str(len(rule["runs"])), *taus, agreement]
-            + [f"{size['int4_bytes_projection'] / 1e6:.2f}", f"{size['int4_bytes'] / 1e6:.2f}"]
-        )
+        sizes = [f"{size[part] / 1e6:.2f}" for part in ("int4_bytes_projection", "int4_bytes")]
+        rows.append([name, f"`{rule['taps']}`", str(len(rule["runs"])), *taus, agreement, *sizes])
     head = ["rule", "taps", "seeds", *DRAFTINGS, "held-out agreement", "projection, MB", "draft, MB"]
     return "tau at T = 0, by exact replay (mean, and the range over seeds):\n\n" + _table(head, rows)
 
