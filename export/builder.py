@@ -1,34 +1,30 @@
-"""The onnxruntime-genai model builder, called once per export; everything after it is graph surgery."""
+"""The onnxruntime-genai model builder, called once per export; everything after it is graph surgery.
+
+It is always asked for float32: the matrices are quantised here, so that each may have bits and a rounding of its own.
+"""
 
 import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 
-from elsi_edge.artifacts import ModelShape, Precision
+from elsi_edge.artifacts import ModelShape
 from elsi_edge.errors import MissingExtraError, ModelError
-from elsi_edge.export import embedding, surgery
+from elsi_edge.export import embedding, quantise, surgery
+from elsi_edge.export.quantise import Moments
+from elsi_edge.export.recipe import LM_HEAD, Recipe
+from elsi_edge.export.rounding import BLOCK
 
-BLOCK = 32  # weights per quantisation block: 16 and 32 give the same bits for 1 to 16 rows, 128 does not
 WEIGHTS_FILE = "target.weights"
 _HEAD_WIDTH = 16  # GroupQueryAttention with rotary embedding refuses anything else
 _ALIGNMENT = 65536  # of large tensors, so that they can be mapped into memory
 
 # Families whose graphs were compared with transformers, block by block, in tests/test_export_families.py.
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-
-
-def quantisation(precision: Precision) -> dict[str, Any]:
-    """The recipe that the manifest records."""
-    if precision == "fp32":
-        return {"operator": "MatMul", "bits": 32}
-    bits = 4 if precision == "int4" else 8
-    return {"operator": "MatMulNBits", "bits": bits, "block": BLOCK, "symmetric": True, "accuracy_level": 4}
 
 
 def require_supported(shape: ModelShape) -> None:
@@ -44,36 +40,47 @@ def require_supported(shape: ModelShape) -> None:
         )
 
 
-def build_base_graph(model_dir: Path, shape: ModelShape, precision: Precision, work: Path) -> ir.Model:
-    """Build the fused graph in `work` and return it with its weights in one file, `WEIGHTS_FILE`, beside it.
+def build_base_graph(
+    model_dir: Path,
+    shape: ModelShape,
+    recipe: Recipe,
+    work: Path,
+    *,
+    moments: Callable[[Path], Moments] | None = None,
+) -> Mapping[int, int]:
+    """Build the fused graph base.onnx in `work`, its weights in one file, `WEIGHTS_FILE`, beside it.
 
-    `work` is a directory of the caller, which holds the intermediate too, so that no other disk fills. Raises
-    ModelError when the builder refuses the model, MissingExtraError without it.
+    `work` is a directory of the caller, which holds the float32 intermediate too, so that no other disk fills.
+    `moments` measures, on that intermediate, what compensated rounding needs. Returns how many matrices got how many
+    bits. Raises ModelError when the builder refuses the model, UsageError for a recipe's pattern that names no matrix,
+    MissingExtraError without the builder.
     """
     built = work / "built"
-    _run_builder(model_dir, precision, built)
+    _run_builder(model_dir, built)
     graph = surgery.load_graph(built / "model.onnx")
-    if precision == "int8" and shape.tied_embeddings:
-        embedding.share_embedding(graph, bits=8, block=BLOCK, vocab_size=shape.vocab_size, width=shape.width)
     surgery.replace_mask_subgraph(graph)
     surgery.select_logit_rows(graph)
     surgery.static_batch_one(graph)
-    base = work / "base.onnx"
-    ir.save(graph, base, external_data=WEIGHTS_FILE, alignment=_ALIGNMENT)
-    return surgery.load_graph(base)
+    surgery.save_graph(graph, built / "base.onnx")
+    measured = None if moments is None else moments(built / "base.onnx")
+    counts = quantise.quantise_graph(graph, recipe, measured)
+    head = recipe.bits_of(LM_HEAD)
+    if shape.tied_embeddings and head != 32:
+        embedding.share_embedding(graph, bits=head, block=BLOCK, vocab_size=shape.vocab_size, width=shape.width)
+    surgery.remove_unused(graph)
+    ir.save(graph, work / "base.onnx", external_data=WEIGHTS_FILE, alignment=_ALIGNMENT)
+    return counts
 
 
-def _run_builder(model_dir: Path, precision: Precision, out: Path) -> None:
+def _run_builder(model_dir: Path, out: Path) -> None:
     try:
         from onnxruntime_genai.models import builder
     except ImportError as error:
         raise MissingExtraError("exporting a model", extra="build", module="onnxruntime_genai") from error
-    options: Mapping[str, Any] = {"block_size": BLOCK, "accuracy_level": 4, "is_symmetric": "true"}
-    pairs = [] if precision == "fp32" else [f"{key}={value}" for key, value in options.items()]
-    call = ("", str(model_dir), str(out), precision, "cpu", str(out / "cache"))
+    call = ("", str(model_dir), str(out), "fp32", "cpu", str(out / "cache"))
     with _quiet() as said:
         try:
-            builder.create_model(*call, **builder.parse_extra_options(*call, pairs))
+            builder.create_model(*call, **builder.parse_extra_options(*call, []))
         except OSError:
             raise  # disk trouble: the caller knows which directory
         except Exception as error:  # the builder raises bare exceptions of many types

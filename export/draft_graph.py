@@ -20,7 +20,7 @@ from elsi_edge.bundle import DRAFT_VOCAB_FILE, GraphRole
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.draft.shapes import block_prefixes
 from elsi_edge.export import embedding, surgery
-from elsi_edge.export.builder import BLOCK
+from elsi_edge.export.rounding import BLOCK
 
 _EMBEDDED = "embedded"
 _MICROSOFT = "com.microsoft"

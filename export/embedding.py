@@ -10,7 +10,7 @@ def share_embedding(model: ir.Model, *, bits: int, block: int, vocab_size: int, 
     """Let a tied embedding read the lm_head's quantised blocks instead of its own float table.
 
     Returns whether anything changed: not when a row's last block is padded, which the lookup would read as weights. The
-    builder does this for int4 only.
+    old table is left for `surgery.remove_unused`.
     """
     if width % block:
         return False
@@ -32,12 +32,10 @@ def share_embedding(model: ir.Model, *, bits: int, block: int, vocab_size: int, 
     )
     reshape.outputs[0].name = "/embed/Reshape/output_0"
     lookup.outputs[0].name = "/embed/GatherBlockQuantized/output_0"
-    table, old = gathers[0].inputs[0], gathers[0].outputs[0]
+    old = gathers[0].outputs[0]
     model.graph.insert_before(gathers[0], [reshape, lookup])
     ir.convenience.replace_all_uses_with(old, lookup.outputs[0])
     model.graph.remove(gathers[0], safe=True)
-    if table is not None and table.name is not None and not table.uses():
-        model.graph.initializers.pop(table.name, None)
     return True
 
 

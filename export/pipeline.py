@@ -11,7 +11,9 @@ from elsi_edge.artifacts import LayerSelection, Precision
 from elsi_edge.bundle import BundleManifest, GraphRole, new_bundle
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.errors import DraftError, UsageError
-from elsi_edge.export import builder, draft_graph, parity, target
+from elsi_edge.export import builder, draft_graph, moments, parity, target
+from elsi_edge.export.quantise import Moments
+from elsi_edge.export.recipe import BITS, Recipe
 from elsi_edge.fsio import require_free
 from elsi_edge.models import SourceModel, read_source
 from elsi_edge.text import TextCodec
@@ -33,6 +35,7 @@ class ExportSettings:
     draft_precision: Precision | None = None  # None = DRAFT_PRECISION of the target's
     context: int | None = None  # tokens; None = the model's own limit
     replace: bool = False  # an existing bundle at the same place
+    recipe: Recipe | None = None  # bits by matrix and the rounding; None = `precision` throughout
 
 
 def export_bundle(
@@ -51,18 +54,20 @@ def export_bundle(
     """
     context = check_request(source, settings.context)
     draft_precision = settings.draft_precision or DRAFT_PRECISION[settings.precision]
+    recipe = settings.recipe or Recipe(bits=BITS[settings.precision])
     codec = TextCodec.from_model_dir(source.directory)
     if draft is not None:
         require_same_target(draft, source, codec)
     parameters = sum(math.prod(tensor.shape) for tensor in list_tensors(source.directory).values())
-    # The builder's own output, the packed copy, and for a tied int8 model a float table on the way.
-    require_free(out.absolute().parent, int(parameters * (2 * _BYTES_PER_WEIGHT[settings.precision] + 1)), "export")
+    # The builder's float32 graph and the bundle's weights.
+    require_free(out.absolute().parent, int(parameters * (4.5 + _BYTES_PER_WEIGHT[settings.precision])), "export")
     with new_bundle(out, replace=settings.replace) as writer:
         work = writer.directory / "work"
         work.mkdir()
         say(f"building the {settings.precision} graph of {source.slug}")
-        base = builder.build_base_graph(source.directory, source.shape, settings.precision, work)
-        del base
+        counts = builder.build_base_graph(
+            source.directory, source.shape, recipe, work, moments=_moments(recipe, codec, say)
+        )
         (work / builder.WEIGHTS_FILE).rename(writer.directory / builder.WEIGHTS_FILE)
         (work / "base.onnx").rename(writer.directory / "base.onnx")
         selection = None if draft is None else draft.config.selection
@@ -92,14 +97,21 @@ def export_bundle(
             selection=selection,
             draft=None if draft is None else draft.config,
             quantisation={
-                "target": builder.quantisation(settings.precision),
-                "draft": None if draft is None else builder.quantisation(draft_precision),
+                "target": recipe.to_json(counts),
+                "draft": None if draft is None else Recipe(bits=BITS[draft_precision]).to_json(),
             },
             licence=str(read_source(source.directory).get("licence", "unknown")),
         )
         say("checking the graphs against the source model")
         measured: dict[str, Any] = parity.check(writer.directory, manifest, source, draft, draft_precision)
         return writer.finish(BundleManifest(**{**manifest.__dict__, "parity": measured}))
+
+
+def _moments(recipe: Recipe, codec: TextCodec, say: Callable[[str], None]) -> Callable[[Path], Moments] | None:
+    """What measures the inputs of the matrices, where the recipe's rounding asks for it."""
+    if recipe.rounding != "compensated":
+        return None
+    return lambda graph: moments.measure(graph, moments.texts(codec), say)
 
 
 def require_same_target(draft: LoadedDraft, source: SourceModel, codec: TextCodec, *, train: str = "") -> None:

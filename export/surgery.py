@@ -57,7 +57,7 @@ def replace_mask_subgraph(model: ir.Model) -> None:
         node.replace_input_with(_GQA_SEQLENS_K, seqlens)
         node.replace_input_with(_GQA_TOTAL, total)
     mask = graph_input(model, "attention_mask")
-    _remove_unused_nodes(model)
+    remove_unused(model)
     if mask.uses():
         raise ModelError("the exported graph uses attention_mask outside the attention nodes; family not supported")
     model.graph.inputs.remove(mask)
@@ -257,8 +257,12 @@ def constant(model: ir.Model, name: str, values: list[int]) -> ir.Value:
     return value
 
 
-def _remove_unused_nodes(model: ir.Model) -> None:
+def remove_unused(model: ir.Model) -> None:
+    """Drop nodes and weights that nothing reads."""
     outputs = set(model.graph.outputs)
     for node in reversed(list(model.graph)):
         if all(not value.uses() and value not in outputs for value in node.outputs):
             model.graph.remove(node, safe=True)
+    for name, value in list(model.graph.initializers.items()):
+        if not value.uses() and value not in outputs:
+            model.graph.initializers.pop(name)

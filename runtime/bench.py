@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from elsi_edge.artifacts import PromptRow
 from elsi_edge.errors import ConfigError, DataError, PromptError
 from elsi_edge.runtime.bench_report import BenchAnswer
-from elsi_edge.runtime.options import GenerateOptions
+from elsi_edge.runtime.options import PROPOSALS, GenerateOptions, Proposal
 from elsi_edge.runtime.result import GenerationResult
 from elsi_edge.runtime.session import Session
 
@@ -21,7 +21,8 @@ class BenchSettings:
     """What is measured."""
 
     max_tokens: int = DEFAULT_BENCH_TOKENS  # of each answer
-    draft_nodes: int | None = None  # N; None = the session's default
+    draft_nodes: int | None = None  # N; None = what pays, by tuning or default
+    proposals: tuple[Proposal, ...] = PROPOSALS  # sources of candidates
     exact: bool = True
     repeats: int = 1  # of each answer, plain and speculative
 
@@ -34,6 +35,7 @@ class BenchSettings:
         return GenerateOptions(
             plain=plain,
             draft_nodes=None if plain else self.draft_nodes,
+            proposals=self.proposals,
             exact=self.exact,
             max_tokens=max_tokens or self.max_tokens,
         )

@@ -8,11 +8,13 @@ to back; `speedup_total` is the ratio of the two totals. `tau` is tokens emitted
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from elsi_edge.artifacts import to_plain
 from elsi_edge.loops import is_looping
-from elsi_edge.runtime.result import GenerationResult
+from elsi_edge.runtime.result import GenerationResult, SourceCounts
+from elsi_edge.runtime.tree import Source
 
 _CARRIED = 0.9  # a speed-up that falls below this share of itself without looping answers was carried by them
 
@@ -76,6 +78,19 @@ class BenchReport:
     warnings: tuple[str, ...]
 
     @property
+    def by_source(self) -> dict[Source, SourceCounts]:
+        """What became of the speculative arm's nodes, by who proposed them."""
+        results = [answer.speculative for answer in self.answers]
+        names = dict.fromkeys(name for result in results for name in result.by_source)
+        return {name: _add([r.by_source[name] for r in results if name in r.by_source]) for name in names}
+
+    @property
+    def empty_share(self) -> float | None:
+        """Share of verifications without candidates."""
+        empty = sum(answer.speculative.empty_rounds for answer in self.answers)
+        return _ratio(empty, self.speculative.verifications)
+
+    @property
     def peak_memory_bytes(self) -> int:
         """Peak resident set of the process, which ran both arms."""
         return max(answer.speculative.peak_memory_bytes for answer in self.answers)
@@ -95,6 +110,10 @@ class BenchReport:
             "precision": first.precision,
             "provider": first.provider,
             "threads": first.threads,
+            "tuned": first.tuned,
+            "by_source": {name: to_plain(counts) for name, counts in self.by_source.items()},
+            "empty_share": self.empty_share,
+            "switched_off": sum(answer.speculative.switched_off for answer in self.answers),
             "peak_memory_bytes": self.peak_memory_bytes,
             "drift": self.drift,
             "looping": {
@@ -207,6 +226,18 @@ def _answer_json(answer: BenchAnswer) -> dict[str, Any]:
         "looping": answer.looping,
         "plain": arm(answer.plain, answer.plain_seconds),
     }
+
+
+def _add(counts: Sequence[SourceCounts]) -> SourceCounts:
+    def by_depth(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return tuple(sum(column) for column in zip_longest(*parts, fillvalue=0))
+
+    return SourceCounts(
+        drafted=sum(one.drafted for one in counts),
+        accepted=sum(one.accepted for one in counts),
+        drafted_by_depth=by_depth([one.drafted_by_depth for one in counts]),
+        accepted_by_depth=by_depth([one.accepted_by_depth for one in counts]),
+    )
 
 
 def _median_speedup(answers: Sequence[BenchAnswer]) -> float | None:

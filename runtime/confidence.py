@@ -1,5 +1,7 @@
 """What the draft's next call can be expected to bring, from how sure it was lately. Pure, no I/O."""
 
+from bisect import bisect_left
+
 # Shares of the draft's greatest probability by depth, in bins up to TOPS: SmolLM2's draft on its own greedy answers.
 TOPS = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.0)
 _MIDDLES = (0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.88, 0.98)
@@ -21,16 +23,14 @@ class DraftConfidence:
     def note(self, depth: int, top: float) -> None:
         """Count one call at `depth` (1 = the first level)."""
         shares = self._shares[min(depth, len(self._shares)) - 1]
-        place = next(index for index, edge in enumerate(TOPS) if top <= edge + 1e-6)
-        for index in range(len(shares)):
-            shares[index] *= 1.0 - _NEWS
+        place = min(bisect_left(TOPS, top), len(TOPS) - 1)
+        shares[:] = [share * (1.0 - _NEWS) for share in shares]
         shares[place] += _NEWS
 
     def fade(self) -> None:
         """Move a little towards the prior: once a round."""
         for shares, prior in zip(self._shares, self._prior, strict=True):
-            for index, share in enumerate(prior):
-                shares[index] += _FADE * (share - shares[index])
+            shares[:] = [share + _FADE * (to - share) for share, to in zip(shares, prior, strict=True)]
 
     def gain(self, depth: int, reach: float, price: float, *, instead: float) -> float:
         """Tokens that a call at `depth` can be expected to add, on a path of probability `reach`, a node costing

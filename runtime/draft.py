@@ -19,6 +19,7 @@ from elsi_edge.runtime.ort import BoundGraph, Scratch
 from elsi_edge.runtime.tree import attention_bias
 
 ENTRY_ROWS = 256  # entries a call takes
+_MOST_SHAPES = 16  # of calls whose buffers are kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class OrtDraft:
         self.cache = KvCache(blocks=config.depth, kv_heads=config.kv_heads, head_width=config.head_width)
         self._graph, self._projection = BoundGraph(draft), BoundGraph(projection)
         self._scratch = Scratch()
+        self._made: dict[tuple[int, int], dict[str, NDArray[Any]]] = {}  # buffers by shape of a call
         self._seqlens, self._total = np.zeros(1, np.int32), np.zeros((), np.int32)
         self._graph.bind_input("seqlens_k", self._seqlens)
         self._graph.bind_input("total_sequence_length", self._total)
@@ -114,25 +116,38 @@ class OrtDraft:
         count, total = len(tokens), used + len(tokens)
         self._graph.reserve(self.cache, total)
         self._seqlens[0], self._total[...] = total - 1, total
-        cached = total - seen.shape[1]
-        inputs: dict[str, tuple[NDArray[Any], tuple[int, ...], type[np.generic]]] = {
-            "input_ids": (tokens, (1, count), np.int64),
-            "state": (states, (1, count, self.config.width), np.float32),
-            "position_ids": (positions, (1, count), np.int64),
-            "logit_rows": (np.asarray(rows, np.int64), (len(rows),), np.int64),
-        }
-        for name, (value, shape, dtype) in inputs.items():
-            buffer = self._scratch.array(name, shape, dtype)
-            buffer[...] = value
+        buffers = self._buffers(count, len(rows))
+        buffers["input_ids"][0] = tokens
+        buffers["state"][0] = states
+        buffers["position_ids"][0] = positions
+        buffers["logit_rows"][:] = rows
+        for name, buffer in buffers.items():
             self._graph.use(name, buffer)
         flat = self._scratch.flat("bias", count * total, np.float32)
-        self._graph.bind_input("attention_bias", attention_bias(seen, cached, out=flat))
-        logits = self._scratch.array("logits", (1, len(rows), self.config.draft_vocab_size), np.float32)
-        own = self._scratch.array("own", (1, count, self.config.width), np.float32)
-        self._graph.use("logits", logits)
-        self._graph.use("next_state", own)
+        self._graph.bind_input("attention_bias", attention_bias(seen, total - seen.shape[1], out=flat))
         self._graph.run()
-        return DraftStep(log_probs=log_softmax(logits[0]), states=own[0][list(rows)])
+        own = buffers["next_state"][0]
+        return DraftStep(
+            log_probs=log_softmax(buffers["logits"][0]),
+            states=own.copy() if len(rows) == count else own[list(rows)],
+        )
+
+    def _buffers(self, count: int, rows: int) -> dict[str, NDArray[Any]]:
+        """What a call over `count` nodes binds, with predictions for `rows` of them; made once for each shape."""
+        made = self._made.get((count, rows))
+        if made is None:
+            width, vocab = self.config.width, self.config.draft_vocab_size
+            made = self._made[count, rows] = {
+                "input_ids": np.empty((1, count), np.int64),
+                "state": np.empty((1, count, width), np.float32),
+                "position_ids": np.empty((1, count), np.int64),
+                "logit_rows": np.empty(rows, np.int64),
+                "logits": np.empty((1, rows, vocab), np.float32),
+                "next_state": np.empty((1, count, width), np.float32),
+            }
+            if len(self._made) > _MOST_SHAPES:
+                self._made.pop(next(iter(self._made)))
+        return made
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:

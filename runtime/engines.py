@@ -14,6 +14,7 @@ from elsi_edge.runtime.ngram import PRIOR
 from elsi_edge.runtime.one_node import require_sound_kernel
 from elsi_edge.runtime.options import SessionSettings
 from elsi_edge.runtime.ort import open_session, resolve_provider
+from elsi_edge.runtime.packed import open_packed
 from elsi_edge.runtime.proposal import Proposer
 from elsi_edge.runtime.target import OrtTarget, Target
 from elsi_edge.runtime.tuning import Tuning
@@ -43,7 +44,7 @@ class BundleEngines:
             self._loaded = None  # its memory is given back before the other graph is loaded
             if manifest.precision != "fp32" and resolve_provider(self._settings.provider) == "CPUExecutionProvider":
                 require_sound_kernel({"int4": 4, "int8": 8}[manifest.precision])
-            session = open_session(self._bundle.graph(role), self._settings)
+            session = open_packed(self._bundle, role, self._settings)
             target = OrtTarget(session, shape=manifest.shape, tap_width=manifest.tap_width)
             self._loaded = (role, Engine(target=target, proposer=self._open_proposer()))
         return self._loaded[1]

@@ -55,9 +55,12 @@ def time_verify(
 
 
 def time_draft(
-    target: Target, draft: Draft, token_ids: Sequence[int], *, until: float, levels: int = 3
+    target: Target, draft: Draft, token_ids: Sequence[int], *, until: float, width: int, levels: int = 3
 ) -> tuple[float, float]:
-    """Milliseconds of the draft's first call in a round, and of a further one, with the target running in between."""
+    """Milliseconds of the draft's first call in a round, and of a further level of `width` nodes.
+
+    The target runs in between, as it does in rounds: it takes the caches.
+    """
     entry, level = [], []
     target.keep(0)
     draft.keep(0)
@@ -72,7 +75,8 @@ def time_draft(
         entry.append(1e3 * (time.perf_counter() - start))
         for depth in range(1, levels + 1):
             start = time.perf_counter()
-            found = draft.expand(np.array(token_ids[:1]), found.states[-1:], depth, np.ones((1, depth), np.bool_))
+            seen = np.ones((width, width * depth), np.bool_)
+            found = draft.expand(np.array(token_ids[:width]), found.states[[-1] * width], depth, seen)
             level.append(1e3 * (time.perf_counter() - start))
         draft.keep(past)
         repeats += 1
@@ -117,14 +121,14 @@ def _in_steps(
 
 def _same(one: NDArray[np.float32], other: NDArray[np.float32], *, bits: bool) -> bool:
     if bits or not one.size:
-        return np.array_equal(one, other)
+        return bool(np.array_equal(one, other))
     scale = max(1.0, float(np.abs(other).max()) / 30.0)
     return bool(np.abs(one - other).max() <= _SAME_LOGITS * scale)
 
 
 def copy_bandwidth(threads: int, *, seconds: float) -> float:
     """Gigabytes read and written per second by a large copy on so many threads."""
-    size = max(1 << 22, min(_COPY_BYTES, psutil.virtual_memory().available // 8))
+    size = int(max(1 << 22, min(_COPY_BYTES, psutil.virtual_memory().available // 8)))
     source, result = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     bounds = [size * i // threads for i in range(threads + 1)]
     slices = [slice(a, b) for a, b in itertools.pairwise(bounds)]
@@ -133,7 +137,7 @@ def copy_bandwidth(threads: int, *, seconds: float) -> float:
         def copy() -> None:
             list(pool.map(lambda part: np.copyto(result[part], source[part]), slices))
 
-        return max(2.0 * size / took / 1e9 for took in _repeat(copy, seconds))
+        return 2.0 * size / min(_repeat(copy, seconds)) / 1e9
 
 
 def matrix_peak(bits: int, threads: int, *, seconds: float) -> float:
@@ -141,7 +145,7 @@ def matrix_peak(bits: int, threads: int, *, seconds: float) -> float:
     session, _ = matrix_session(_MATRIX, _MATRIX, bits=bits, threads=threads)
     rows = np.random.default_rng(0).standard_normal((_MATRIX // 2, _MATRIX)).astype(np.float32)
     work = 2.0 * len(rows) * _MATRIX * _MATRIX
-    return max(work / took / 1e9 for took in _repeat(lambda: session.run(None, {"x": rows}), seconds))
+    return work / min(_repeat(lambda: session.run(None, {"x": rows}), seconds)) / 1e9
 
 
 def middle_mean(times: Sequence[float]) -> float:

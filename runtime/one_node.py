@@ -59,7 +59,7 @@ def require_sound_kernel(bits: int) -> None:
     if not difference <= _MOST:
         raise BundleError(
             f"the int{bits} kernel (MatMulNBits) of ONNX Runtime {ort.__version__} is broken on this CPU: one row and "
-            f"four rows differ by {difference:.1%}, at most {_MOST:.0%} is rounding; use another version or an fp32 bundle"
+            f"four rows differ by {difference:.1%}, at most {_MOST:.0%} is rounding; use another version, or fp32"
         )
 
 

@@ -46,6 +46,7 @@ class GenerateOptions:
     min_p: float = (
         0.0  # keep tokens with at least this share of the top one's probability, in 0..1; 1 keeps the top token
     )
+    repetition_penalty: float = 1.0  # above 1, tokens of prompt and answer so far become less likely; 1 = off
     seed: int | None = None  # None = drawn, and recorded in the result
     stop: tuple[str, ...] = ()  # texts that end the answer; not searched in the prompt
     system: str | None = None  # system message, first in the chat
@@ -59,6 +60,7 @@ class GenerateOptions:
         _in_range("--top-k", self.top_k, 0, math.inf)
         _in_range("--top-p", self.top_p, 0.0, 1.0)
         _in_range("--min-p", self.min_p, 0.0, 1.0)
+        _in_range("--repetition-penalty", self.repetition_penalty, 0.01, 100.0)
         _in_range("--seed", self.seed or 0, 0, MAX_SEED)
         if isinstance(self.stop, str):
             raise ConfigError(

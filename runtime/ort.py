@@ -26,6 +26,9 @@ PROVIDERS: Mapping[str, tuple[str, str]] = {
 }
 
 
+_MOST_VALUES = 128  # bindings of a graph that are kept for use again
+
+
 def resolve_provider(name: str) -> str:
     """Full name of an execution provider that is installed.
 
@@ -47,7 +50,12 @@ def resolve_provider(name: str) -> str:
 
 def open_session(path: Path, settings: SessionSettings) -> ort.InferenceSession:
     """Open one graph. Raises BundleError when ONNX Runtime refuses it, ProviderError or UsageError for the provider."""
-    provider = resolve_provider(settings.provider)
+    resolve_provider(settings.provider)
+    return open_graph(path, session_options(settings), settings)
+
+
+def session_options(settings: SessionSettings) -> ort.SessionOptions:
+    """ONNX Runtime's options as every session here has them."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = settings.threads or cores().usable
     options.inter_op_num_threads = 1
@@ -56,6 +64,12 @@ def open_session(path: Path, settings: SessionSettings) -> ort.InferenceSession:
     options.add_session_config_entry("session.force_spinning_stop", "1")
     # Every length is new: shape-keyed memory patterns would only pile up.
     options.enable_mem_pattern = False
+    return options
+
+
+def open_graph(path: Path, options: ort.SessionOptions, settings: SessionSettings) -> ort.InferenceSession:
+    """Open one graph with options of the caller's. Raises as `open_session` does."""
+    provider = resolve_provider(settings.provider)
     try:
         session = ort.InferenceSession(str(path), options, providers=[provider])
     except Exception as error:  # ONNX Runtime raises several unrelated types
@@ -94,7 +108,7 @@ class BoundGraph:
         self._binding.bind_ortvalue_output(name, value)
 
     def use(self, name: str, array: NDArray[Any]) -> None:
-        """Bind an array of a `Scratch` as the input or output `name`: free where it is bound already, cheap again."""
+        """Bind an array that will be bound again, as input or output: free where it is bound already, cheap later."""
         bound = self._bound.get(name)
         if bound is not None and bound[0] is array:
             return
@@ -102,6 +116,8 @@ class BoundGraph:
         if known is None or known[0] is not array:
             if known is not None:  # the buffer was replaced by a larger one: let the old one go
                 self._values = {key: value for key, value in self._values.items() if key[0] != name}
+            if len(self._values) >= _MOST_VALUES:
+                self._values.clear()
             known = self._values[name, array.shape] = (array, ort.OrtValue.ortvalue_from_numpy(array))
         self._bound[name] = known
         if name in self.inputs:

@@ -1,7 +1,7 @@
 """What a call's options come to on a bundle and a device: mode, budget, sources, and prices. Pure, no I/O."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from elsi_edge.artifacts import Precision
@@ -46,7 +46,7 @@ def decide(
     """
     plain = Policy(mode="plain", budget=0, proposals=(), tuning=tuning)
     if options.plain or options.draft_nodes == 0:
-        return plain
+        return replace(plain, tuning=None)
     proposals = _proposals(options, sources, tuning)
     if not proposals:
         return plain
@@ -68,7 +68,7 @@ def decide(
     if shape == "auto":
         shape = choice.mode if choice is not None and choice.mode != "plain" else "tree"
     mode: Mode = "chain" if exact or shape == "chain" else "tree"
-    return Policy(mode=mode, budget=budget, proposals=proposals, tuning=tuning)
+    return Policy(mode=mode, budget=budget, proposals=proposals, tuning=tuning if options.draft_nodes is None else None)
 
 
 def _proposals(options: GenerateOptions, sources: tuple[Proposal, ...], tuning: Tuning | None) -> tuple[Proposal, ...]:

@@ -1,9 +1,11 @@
 """Choosing a token from logits: greedy, or sampled after filters in a documented order. Pure numpy, no I/O.
 
-Order: temperature, top_k, top_p, min_p; each keeps a set of tokens, and the probabilities of what is left are
-renormalised after each. The random number of a token depends on the seed and the token's place in the answer alone, so
-a speculative run draws the same numbers as a plain one.
+Order: repetition penalty, temperature, top_k, top_p, min_p; each of the last three keeps a set of tokens, and the
+probabilities of what is left are renormalised after each. The random number of a token depends on the seed and the
+token's place in the answer alone, so a speculative run draws the same numbers as a plain one.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +54,41 @@ def choose(logits: NDArray[np.float32], options: GenerateOptions, *, seed: int, 
     drawn = np.random.Generator(np.random.Philox(key=seed, counter=index)).random()
     place = int(np.searchsorted(np.cumsum(probabilities), drawn, side="right"))
     return int(kept[min(place, len(kept) - 1)])
+
+
+class Chooser:
+    """Tokens of one generation, place after place.
+
+    Every token chosen becomes part of the answer, so the penalty sees what plain decoding would see, however many
+    tokens a verification brings.
+    """
+
+    def __init__(self, options: GenerateOptions, *, seed: int, prompt_ids: Sequence[int]) -> None:
+        self._options, self._seed = options, seed
+        self._seen: set[int] | None = None if options.repetition_penalty == 1.0 else set(prompt_ids)
+        self._mask: NDArray[np.bool_] | None = None  # [V] of the tokens seen
+
+    def __call__(self, logits: NDArray[np.float32], index: int) -> int:
+        """The token for place `index`, from `logits` [V]."""
+        if self._seen is None:
+            return choose(logits, self._options, seed=self._seed, index=index)
+        if self._mask is None:
+            self._mask = np.zeros(len(logits), np.bool_)
+            self._mask[list(self._seen)] = True
+        penalised = penalise(logits, self._mask, self._options.repetition_penalty)
+        token = choose(penalised, self._options, seed=self._seed, index=index)
+        self._mask[token] = True
+        return token
+
+
+def penalise(logits: NDArray[np.float32], seen: NDArray[np.bool_], penalty: float) -> NDArray[np.float32]:
+    """Logits [V] where those of tokens `seen` [V] are divided by `penalty`, negative ones multiplied.
+
+    CTRL (arXiv 1909.05858, section 4.1) in the form that transformers has.
+    """
+    factor = np.float32(penalty)
+    result: NDArray[np.float32] = np.where(seen, np.where(logits > 0, logits / factor, logits * factor), logits)
+    return result
 
 
 def _top_k_ids(logits: NDArray[np.float32], top_k: int) -> NDArray[np.int64]:

@@ -19,7 +19,7 @@ from elsi_edge.runtime.ort import resolve_provider
 from elsi_edge.runtime.pace import Clock, Pace
 from elsi_edge.runtime.policy import Mode, Policy, decide
 from elsi_edge.runtime.result import GenerationEvent, GenerationResult, Timings
-from elsi_edge.runtime.sampling import choose, is_greedy
+from elsi_edge.runtime.sampling import Chooser, is_greedy
 from elsi_edge.runtime.tally import Tally
 from elsi_edge.runtime.tuning import Tuning, find_tuning
 from elsi_edge.text import TextCodec
@@ -197,7 +197,7 @@ class Session:
             engine.proposer if run.drafting else None,
             prompt_ids,
             run.plan,
-            lambda logits, index: choose(logits, options, seed=run.seed, index=index),
+            Chooser(options, seed=run.seed, prompt_ids=prompt_ids),
             run.pace,
         )
         at_rest = False  # whether the caches are as a round left them
@@ -274,7 +274,7 @@ class Session:
             by_source=tally.by_source(),
             empty_rounds=tally.empty,
             switched_off=run.pace.switched_off,
-            tuned=policy.tuning is not None and options.draft_nodes is None,
+            tuned=policy.tuning is not None,
             warnings=self.warnings,
             timings=Timings(
                 prefill=run.first - run.begun,

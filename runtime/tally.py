@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from elsi_edge.runtime.decode import Round
 from elsi_edge.runtime.result import SourceCounts
-from elsi_edge.runtime.tree import Source
+from elsi_edge.runtime.tree import Source, Tree
 
 _DRAFT: Source = "draft"
 
@@ -22,8 +22,7 @@ class Tally:
     by_depth: list[int] = field(default_factory=list)
     propose: float = 0.0  # seconds
     verify: float = 0.0
-    _drafted: Counter[tuple[Source, int]] = field(default_factory=Counter)
-    _accepted: Counter[tuple[Source, int]] = field(default_factory=Counter)
+    _nodes: list[tuple[Tree, tuple[int, ...]]] = field(default_factory=list)  # with the rows that were accepted
 
     def add(self, one: Round, used: int) -> None:
         """Count a round of whose tokens the answer used the first `used`."""
@@ -38,24 +37,26 @@ class Tally:
             if depth == len(self.by_depth):
                 self.by_depth.append(0)
             self.by_depth[depth] += 1
-        if not one.drafted:
-            return
-        sources = one.tree.sources or (_DRAFT,) * one.drafted
-        for key in zip(sources, one.tree.depths()[1:].tolist(), strict=True):
-            self._drafted[key] += 1
-        for depth, row in enumerate(one.rows[1 : accepted + 1], start=1):
-            self._accepted[sources[row - 1], depth] += 1
+        if one.drafted:
+            self._nodes.append((one.tree, one.rows[1 : accepted + 1]))  # counted when the answer has ended
 
     def by_source(self) -> Mapping[Source, SourceCounts]:
         """Of every source that proposed anything."""
+        drafted: Counter[tuple[Source, int]] = Counter()
+        accepted: Counter[tuple[Source, int]] = Counter()
+        for tree, rows in self._nodes:
+            sources = tree.sources or (_DRAFT,) * tree.size
+            drafted.update(zip(sources, tree.depths()[1:].tolist(), strict=True))
+            accepted.update((sources[row - 1], depth) for depth, row in enumerate(rows, start=1))
         names: tuple[Source, ...] = ("draft", "ngram", "both")
-        return {name: self._counts(name) for name in names if any(key[0] == name for key in self._drafted)}
+        return {name: _counts(name, drafted, accepted) for name in names if any(key[0] == name for key in drafted)}
 
-    def _counts(self, name: Source) -> SourceCounts:
-        deepest = max(depth for source, depth in self._drafted if source == name)
-        drafted, accepted = (
-            tuple(counts[name, depth] for depth in range(1, deepest + 1)) for counts in (self._drafted, self._accepted)
-        )
-        return SourceCounts(
-            drafted=sum(drafted), accepted=sum(accepted), drafted_by_depth=drafted, accepted_by_depth=accepted
-        )
+
+def _counts(
+    name: Source, drafted: Mapping[tuple[Source, int], int], accepted: Mapping[tuple[Source, int], int]
+) -> SourceCounts:
+    deepest = max(depth for source, depth in drafted if source == name)
+    nodes, right = (
+        tuple(counts.get((name, depth), 0) for depth in range(1, deepest + 1)) for counts in (drafted, accepted)
+    )
+    return SourceCounts(drafted=sum(nodes), accepted=sum(right), drafted_by_depth=nodes, accepted_by_depth=right)

@@ -38,7 +38,7 @@ _ANSWER_TOKENS = 96
 _CONTEXTS = (128, 1024)  # tokens in the cache at which verifying is timed
 
 # Share of the time for each part.
-_SHARES = {"device": 0.06, "curve": 0.22, "draft": 0.04, "exact": 0.12, "answers": 0.36, "shapes": 0.20}
+_SHARES = {"device": 0.06, "curve": 0.22, "draft": 0.04, "exact": 0.10, "answers": 0.33, "shapes": 0.18}
 
 Progress = Callable[[str, float], None]  # (what is being done, share of the time that has passed)
 
@@ -198,7 +198,8 @@ class Tuner:
     ) -> tuple[float | None, float | None]:
         if draft is None:
             return None, None
-        return time_draft(engine.target, draft, text, until=self._until("draft"))
+        width = 4 if self.session.precision == "fp32" else 1  # a tree's levels, a chain's
+        return time_draft(engine.target, draft, text, until=self._until("draft"), width=width)
 
     def _exact(self, engine: Engine, text: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         past = min(64, self.session.context // 4)

@@ -67,7 +67,7 @@ def test_generate_streams_text_and_says_one_line_about_it(run: Run, tiny_bundle:
     shown = run("generate", bundle, PROMPT, "--max-tokens", 24)
     assert (shown.code, shown.out) == (0, as_json.json["text"] + "\n")
     assert shown.err.count("\n") == 1 and "24 tokens (length); tau " in shown.err
-    assert f"tree of {DEFAULT_DRAFT_NODES['fp32']} drafted" in shown.err
+    assert f"tree of up to {DEFAULT_DRAFT_NODES['fp32']} nodes, accepted " in shown.err
     assert run("generate", bundle, "-", "--max-tokens", 24, stdin=PROMPT.encode() + b"\n").out == shown.out
 
 
@@ -128,7 +128,9 @@ def test_a_model_without_template_is_continued_raw_and_says_so(
         ((PROMPT, "--threads", "-2"), 2, ("--threads is -2",)),
         ((PROMPT, "--provider", "typo"), 2, ("'typo'", "CPUExecutionProvider")),
         ((PROMPT, "--provider", "openvino"), 1, ("OpenVINOExecutionProvider", "pip install")),
-        ((PROMPT, "--repetition-penalty", "1.3"), 2, ("No such option",)),
+        ((PROMPT, "--repetition-penalty", "0"), 2, ("--repetition-penalty is 0",)),
+        ((PROMPT, "--frequency-penalty", "1.3"), 2, ("No such option",)),
+        ((PROMPT, "--proposals", "oracle"), 2, ("--proposals is 'oracle'", "draft or ngram")),
         (("", "--raw"), 2, ("no tokens",)),
         (("x" * 3000,), 2, ("tokens", "255 fit")),
         (("caf\udce9",), 2, ("not clean UTF-8", "0xe9", "character 4")),
@@ -480,7 +482,9 @@ def test_bench_bad_input(run: Run, tiny_bundle: Callable[..., Path], tmp_path: P
     one_line(run("bench", bundle, "--max-tokens", 0), 2, "--max-tokens is 0")
     one_line(run("bench", tiny_bundle("int4"), "--draft-nodes", 16), 2, "at most 15", "--no-exact")
     one_line(run("bench", bundle, "--provider", "cuda"), 1, "CUDAExecutionProvider", "pip install")
-    one_line(run("bench", without_draft(bundle, tmp_path / "plain")), 1, "no draft", "generate --plain")
+    plain = without_draft(bundle, tmp_path / "plain")
+    one_line(run("bench", plain, "--proposals", "draft"), 1, "no draft", "--proposals ngram")
+    one_line(run("bench", bundle, "--proposals", "oracle"), 2, "--proposals is 'oracle', it must name draft or ngram")
 
 
 def test_a_device_runs_every_verb_without_the_build_extra(tiny_bundle: Callable[..., Path]) -> None:

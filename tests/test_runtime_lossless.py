@@ -55,6 +55,10 @@ def consistent(result: GenerationResult) -> None:
     accepted = sum(result.accepted_by_depth)
     assert result.accepted_per_verification * result.verifications == pytest.approx(accepted)
     assert accepted <= result.drafted <= result.draft_nodes * result.verifications
+    counts = result.by_source.values()
+    assert (sum(c.drafted for c in counts), sum(c.accepted for c in counts)) == (result.drafted, accepted)
+    assert all((sum(c.drafted_by_depth), sum(c.accepted_by_depth)) == (c.drafted, c.accepted) for c in counts)
+    assert result.empty_rounds <= result.verifications
     # Each verification brings its accepted drafts and a bonus token, unless the answer ends in a draft.
     assert after_first - accepted in (result.verifications, result.verifications - 1)
     assert list(result.accepted_by_depth) == sorted(result.accepted_by_depth, reverse=True)

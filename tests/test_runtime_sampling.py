@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -16,10 +17,18 @@ from elsi_edge.errors import ConfigError
 from elsi_edge.runtime.decode import Plan, rounds
 from elsi_edge.runtime.options import MAX_SEED, GenerateOptions
 from elsi_edge.runtime.proposal import Bounds
-from elsi_edge.runtime.sampling import choose, distribution
+from elsi_edge.runtime.sampling import choose, distribution, penalise
 from elsi_edge.runtime.toy import ToyTarget, hashed_logits
 from elsi_edge.runtime.tree import ROOT, Tree
-from tests.toy_proposers import Scripted
+from tests.toy_proposers import (
+    CODEC,
+    LiarProposer,
+    NoisyProposer,
+    OracleProposer,
+    Scripted,
+    session_for,
+    toy_target,
+)
 
 LOGITS = np.log(np.array([0.08, 0.5, 0.02, 0.3, 0.1], np.float32))
 
@@ -176,6 +185,47 @@ def test_draws_of_one_seed_are_independent_from_place_to_place(seed: int) -> Non
     pairs = np.zeros((4, 4))
     np.add.at(pairs, (drawn[:-1], drawn[1:]), 1)
     assert chisquare(pairs.ravel()).pvalue > 1e-3
+
+
+# --- the repetition penalty ----------------------------------------------------------------------------------------
+
+
+def test_a_penalty_lowers_what_was_seen_whatever_its_sign() -> None:
+    logits = np.array([2.0, -1.0, 0.0, 3.0], np.float32)
+    seen = np.array([True, True, True, False])
+    assert penalise(logits, seen, 2.0).tolist() == [1.0, -2.0, 0.0, 3.0]
+    assert penalise(logits, seen, 1.0).tolist() == logits.tolist()
+    for penalty in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="--repetition-penalty"):
+            GenerateOptions(repetition_penalty=penalty)
+
+
+@pytest.mark.parametrize("chain", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_is_lossless(chain: bool, temperature: float) -> None:
+    options = GenerateOptions(max_tokens=30, temperature=temperature, seed=7, repetition_penalty=1.6, stop=("zz",))
+    changed, best = 0, 0.0
+    for world in range(9):
+        plain = session_for(None, seed=world).generate("abc", options)
+        without = session_for(None, seed=world).generate("abc", replace(options, repetition_penalty=1.0))
+        changed += plain.token_ids != without.token_ids
+        # By hand: every token is chosen from logits in which the prompt's and the answer's tokens are lowered.
+        target, tokens = toy_target(world), CODEC.encode_raw("abc")
+        for place, token in enumerate(plain.token_ids):
+            seen = np.isin(np.arange(target.vocab_size), tokens)
+            row = penalise(target.logits(tuple(tokens[-target.memory :])), seen, 1.6)
+            assert token == choose(row, options, seed=7, index=place)
+            tokens.append(token)
+        for proposer in (
+            OracleProposer(plain.token_ids),
+            LiarProposer(plain.token_ids),
+            NoisyProposer(plain.token_ids),
+        ):
+            session = session_for(proposer, seed=world, precision="int4" if chain else "fp32")
+            fast = session.generate("abc", replace(options, draft_nodes=6))
+            assert (fast.token_ids, fast.text) == (plain.token_ids, plain.text)
+            best = max(best, fast.tau or 0.0)
+    assert changed > 1 and best > 1.5
 
 
 # --- the target's distribution, through the loop -------------------------------------------------------------------

@@ -27,6 +27,7 @@ def bench(
         int | None, typer.Option(min=1, help="Prompts to take, from each category in turn (default: all).")
     ] = None,
     draft_nodes: opt.DraftNodes = None,
+    proposals: opt.Proposals = opt.DEFAULT_PROPOSALS,
     max_tokens: opt.MaxTokens = 128,
     repeats: Annotated[int, typer.Option(help="Times that each answer is given, plain and speculative.")] = 1,
     exact: opt.Exact = True,
@@ -50,13 +51,18 @@ def bench(
     from elsi_edge.runtime.options import SessionSettings
     from elsi_edge.runtime.session import Session
 
-    settings = BenchSettings(max_tokens=max_tokens, draft_nodes=draft_nodes, exact=exact, repeats=repeats)
+    settings = BenchSettings(
+        max_tokens=max_tokens,
+        draft_nodes=draft_nodes,
+        proposals=opt.proposals_of(proposals),
+        exact=exact,
+        repeats=repeats,
+    )
     settings.options(plain=False)  # values out of range are refused before anything is read
     rows = read_prompts(prompts) if prompts is not None else builtin_bench_prompts()
     rows = rows if limit is None else spread_over_categories(rows, limit)
     found = find_bundle(bundle, work)
     session = Session.open(found.directory, SessionSettings(threads=threads, provider=provider))
-    _require_draft(session, bundle)
     session.policy(settings.options(plain=False))
     if found.note:
         common.note(found.note)
@@ -73,16 +79,6 @@ def bench(
         common.note(_difference(report))
     if partial or failed:
         raise typer.Exit(_INTERRUPTED if partial else 1)
-
-
-def _require_draft(session: "Session", bundle: str) -> None:
-    from elsi_edge.errors import BundleError
-
-    if not session.has_draft:
-        raise BundleError(
-            f"the bundle {bundle} has no draft, so there is nothing to compare; make one with elsi-edge distill and "
-            "train, then export again, or measure plain decoding with: generate --plain --json"
-        )
 
 
 def _run(
@@ -150,7 +146,7 @@ def _show(report: "BenchReport", details: dict[str, Any]) -> None:
     from elsi_edge.runtime.bench_report import by_category
 
     first = report.answers[0].speculative
-    nodes = "no drafted nodes" if first.mode == "plain" else f"{first.mode} of {first.draft_nodes} drafted"
+    nodes = "no candidates" if first.mode == "plain" else f"{first.mode} of up to {first.draft_nodes} nodes"
     common.out.print(
         f"{details['model']}, {first.precision}, {nodes}; {first.threads} threads, {first.provider}, {details['cpu']}",
         soft_wrap=True,
@@ -184,11 +180,14 @@ def _lines(report: "BenchReport", fast: "ArmTotals", plain: "ArmTotals") -> list
 
     first = report.answers[0].speculative
     depths = ", ".join(f"{share:.2f}" for share in fast.accepted_by_depth) or "none"
+    said = "; ".join(f"{name} {counts.accepted} of {counts.drafted} nodes" for name, counts in report.by_source.items())
     lines = [
         f"identical: {'yes' if report.identical else 'no'} ({first.exactness})",
         f"speed-up: {number(report.speedup, 2)} (median of the answers' own ratios), "
         f"{number(report.speedup_total, 2)} in total, without prefill",
         f"accepted drafts a verification: {number(fast.accepted_per_verification, 2)}; at depth 1, 2, ...: {depths}",
+        f"accepted by source: {said or 'nothing was proposed'}; without candidates "
+        f"{number((report.empty_share or 0.0) * 100, 0)} % of the verifications",
         f"first token after {number(fast.time_to_first_token_ms, 0)} ms (median), plain "
         f"{number(plain.time_to_first_token_ms, 0)} ms; peak memory {common.size_text(report.peak_memory_bytes)}",
     ]

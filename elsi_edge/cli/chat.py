@@ -23,10 +23,12 @@ def chat(
     system: opt.System = None,
     exact: opt.Exact = True,
     draft_nodes: opt.DraftNodes = None,
+    proposals: opt.Proposals = opt.DEFAULT_PROPOSALS,
     temperature: opt.Temperature = 0.0,
     top_k: opt.TopK = 0,
     top_p: opt.TopP = 1.0,
     min_p: opt.MinP = 0.0,
+    repetition_penalty: opt.RepetitionPenalty = 1.0,
     seed: opt.Seed = None,
     max_tokens: opt.MaxTokens = DEFAULT_MAX_TOKENS,
     stop: opt.Stop = None,
@@ -49,13 +51,16 @@ def chat(
     options = GenerateOptions(
         exact=exact,
         draft_nodes=draft_nodes,
+        proposals=opt.proposals_of(proposals),
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        repetition_penalty=repetition_penalty,
         seed=seed,
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
+        reuse_prefix=True,
     )
     found = find_bundle(bundle, work)
     session = Session.open(found.directory, SessionSettings(threads=threads, provider=provider))
@@ -66,6 +71,8 @@ def chat(
     session.policy(options)
     if found.note:
         common.note(found.note)
+    for warning in session.warnings:
+        common.note(f"warning: {warning}")
     _converse(session, first, options)
 
 

@@ -52,6 +52,13 @@ def export(
         Precision | None,
         typer.Option(help="Of the draft's weights, which never change tokens (default: int4 with int4, else int8)."),
     ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(help="TOML or JSON file of bits by matrix and of the rounding; see the README."),
+    ] = None,
+    lm_head_bits: Annotated[
+        int | None, typer.Option("--lm-head-bits", help="Of the lm_head and, where tied, the embeddings: 4, 8 or 32.")
+    ] = None,
     context: Annotated[
         int | None, typer.Option(help="Longest sequence, tokens (default: the model's own limit).")
     ] = None,
@@ -69,8 +76,10 @@ def export(
     require_build_extra("exporting a model")
     from elsi_edge.cli.export_report import say_next, show
     from elsi_edge.export.pipeline import DRAFT_PRECISION, ExportSettings, check_request
+    from elsi_edge.export.recipe import make_recipe
 
     _require_m(m, None)
+    chosen_recipe = make_recipe(precision, recipe, lm_head_bits)
     source = resolve(model)
     for line in source.notes:
         common.note(f"note: {line}")
@@ -90,7 +99,9 @@ def export(
         selection, origin = chosen or (_calibrate(source, m, place), f"the selection {place.selection_path}")
         common.note(f"taps: {selection.describe()}, from {origin}")
         common.note(f"draft: {loaded[0]}" if loaded else "there is no draft yet, so this bundle is plain-only")
-    settings = ExportSettings(precision=precision, draft_precision=draft_precision, context=context, replace=force)
+    settings = ExportSettings(
+        precision=precision, draft_precision=draft_precision, context=context, replace=force, recipe=chosen_recipe
+    )
     manifest = write_bundle(source, target, settings, None if loaded is None else loaded[1])
     show(manifest, target, draft_precision or DRAFT_PRECISION[precision], json=json)
     say_next(manifest, model, target, place)

@@ -18,13 +18,15 @@ def generate(
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="What to answer; - reads it from stdin, less a final newline.")
     ],
-    plain: Annotated[bool, typer.Option("--plain", help="Decode without the draft.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Decode without candidates.")] = False,
     exact: opt.Exact = True,
     draft_nodes: opt.DraftNodes = None,
+    proposals: opt.Proposals = opt.DEFAULT_PROPOSALS,
     temperature: opt.Temperature = 0.0,
     top_k: opt.TopK = 0,
     top_p: opt.TopP = 1.0,
     min_p: opt.MinP = 0.0,
+    repetition_penalty: opt.RepetitionPenalty = 1.0,
     seed: opt.Seed = None,
     max_tokens: opt.MaxTokens = DEFAULT_MAX_TOKENS,
     stop: opt.Stop = None,
@@ -47,10 +49,12 @@ def generate(
         plain=plain,
         exact=exact,
         draft_nodes=draft_nodes,
+        proposals=opt.proposals_of(proposals),
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        repetition_penalty=repetition_penalty,
         seed=seed,
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
@@ -123,7 +127,8 @@ def summary(result: "GenerationResult") -> str:
     if result.tokens_per_s is not None:
         parts.append(f"{result.tokens_per_s:.1f} tokens/s")
     parts.append(f"first after {result.time_to_first_token_ms:.0f} ms")
-    nodes = f"{result.draft_nodes} drafted node{'s' if result.draft_nodes != 1 else ''}"
-    mode = "" if result.mode == "plain" else f"{result.mode} of {nodes}, "
+    nodes = f"{result.draft_nodes} node{'s' if result.draft_nodes != 1 else ''}"
+    said = [f"{name} {counts.accepted} of {counts.drafted}" for name, counts in result.by_source.items()]
+    mode = "" if result.mode == "plain" else f"{result.mode} of up to {nodes}, accepted {', '.join(said) or 'none'}; "
     parts.append(f"{mode}{result.exactness}")
     return "[" + "; ".join(parts) + "]"

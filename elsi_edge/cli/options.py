@@ -1,9 +1,12 @@
 """Options that several verbs share, with their units; the defaults stand in each verb's signature."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from elsi_edge.runtime.options import Proposal
 
 BundleArgument = Annotated[
     str,
@@ -15,11 +18,19 @@ DraftNodes = Annotated[
     int | None,
     typer.Option(
         "--draft-nodes",
-        help="Drafted nodes N of a round, so N + 1 rows to verify; 0 drafts nothing. "
-        "Default: 4 at fp32, 1 at int8, 1 at int4.",
+        help="Drafted nodes N of a round, so N + 1 rows to verify; 0 drafts nothing. Default: as many as pay, at most "
+        "what `tune` chose for this device, else 8 at fp32, 4 at int8, 4 at int4.",
         show_default=False,
     ),
 ]
+Proposals = Annotated[
+    str,
+    typer.Option(
+        "--proposals",
+        help="Where candidates come from: draft, ngram (what followed the same words before), or both with a comma.",
+    ),
+]
+DEFAULT_PROPOSALS = "draft,ngram"
 Exact = Annotated[
     bool,
     typer.Option(
@@ -35,6 +46,13 @@ TopP = Annotated[float, typer.Option("--top-p", help="Sample within this much pr
 MinP = Annotated[
     float, typer.Option("--min-p", help="Sample tokens with at least this share of the top one's probability, 0 to 1.")
 ]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(
+        "--repetition-penalty",
+        help="Above 1, tokens of prompt and answer so far become less likely; 1 changes nothing.",
+    ),
+]
 Seed = Annotated[
     int | None,
     typer.Option("--seed", help="Seed, 0 to 2^63-1: the same gives the same text. Default: drawn, shown with --json."),
@@ -47,3 +65,8 @@ Threads = Annotated[int, typer.Option("--threads", help="Threads; 0 takes the co
 Provider = Annotated[str, typer.Option("--provider", help="ONNX Runtime execution provider, e.g. cpu or cuda.")]
 Work = Annotated[Path | None, typer.Option("--work", help="Work directory (default: $ELSI_EDGE_WORK or elsi-work).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+
+
+def proposals_of(text: str) -> "tuple[Proposal, ...]":
+    """The sources that --proposals names; unknown ones are refused by the options they go into."""
+    return tuple(part.strip() for part in text.split(","))  # type: ignore[misc]

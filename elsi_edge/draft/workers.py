@@ -22,7 +22,7 @@ T = TypeVar("T")
 Outcome = TypeVar("Outcome")
 Made = TypeVar("Made", covariant=True)
 
-_HELD = 8  # outcomes kept for each answer in the making until an earlier one is there
+_HELD = 2  # outcomes kept for each answer in the making until an earlier one is there
 
 
 class Work(Protocol[Made]):

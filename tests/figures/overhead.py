@@ -13,7 +13,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from elsi_edge.runtime import decode, session, target
+from elsi_edge.runtime import decode, sampling, target
 from elsi_edge.runtime import draft as draft_module
 from elsi_edge.runtime.mixed import MixedProposer
 from elsi_edge.runtime.options import GenerateOptions
@@ -80,7 +80,7 @@ def instrument(parts: Parts) -> None:
     parts.wrap(target, "attention_bias", "mask")
     parts.wrap(draft_module, "attention_bias", "mask")
     parts.wrap(draft_module, "log_softmax", "draft softmax")
-    parts.wrap(session, "choose", "sampling")
+    parts.wrap(sampling.Chooser, "__call__", "sampling")
     parts.wrap(decode, "walk", "walk")
     parts.wrap(BoundGraph, "run", "ort")
 
@@ -98,7 +98,7 @@ def main() -> None:
         parts.round_done(counts=one.drafted == options.rows - 1)
         return result
 
-    _Run.take = counted  # type: ignore[method-assign]
+    _Run.take = counted  # type: ignore[method-assign,assignment]
     for path in options.bundles:
         opened = Session.open(path)
         generate = GenerateOptions(draft_nodes=options.rows - 1, max_tokens=options.tokens)

@@ -64,6 +64,8 @@ def main() -> None:
     finished = [name for name, _ in _in_order(RULES) if _is_done(options.work / name)]
     if "replay" in stages:
         _replay(options, finished)
+    if "sample" in stages:
+        _sample(options, [name for name in finished if name.endswith("-s0")])
     if "report" in stages:
         figures = _gather(options, finished)
         write_json(options.out, figures)
@@ -80,7 +82,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--lanes", type=int, default=2, help="runs side by side, each on one thread")
     parser.add_argument("--flags", default="", help="more of `elsi-edge train`, the same for every rule")
-    parser.add_argument("--stages", default="train,replay,report")
+    parser.add_argument("--stages", default="train,replay,sample,report")
     parser.add_argument("--out", type=Path, default=Path("docs/figures/table.json"))
     parser.add_argument(
         "--document", type=Path, help="Markdown with markers for the tables, such as docs/experiments.md"
@@ -134,6 +136,19 @@ def _replay_one(options: argparse.Namespace, name: str) -> None:
     command = [sys.executable, "-m", "tests.figures.replay", str(directory), str(options.dev_shards)]
     command += ["--prompts", str(options.prompts), "--out", str(directory / "replay.json"), "--threads", "1"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+# --- real runs at T = 1 ----------------------------------------------------------------------------------------------
+
+
+def _sample(options: argparse.Namespace, finished: Sequence[str]) -> None:
+    """The first seed of each rule, one after another: a level's milliseconds are measured too."""
+    for name in finished:
+        out = options.work / name / "sampled.json"
+        if not out.is_file():
+            command = [sys.executable, "-m", "tests.figures.table_sample", str(options.work / name), "--out", str(out)]
+            command += ["--prompts", str(options.prompts)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 # --- report ----------------------------------------------------------------------------------------------------------

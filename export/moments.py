@@ -1,0 +1,104 @@
+"""What a matrix's inputs look like: their mean outer products over built-in prompts, for compensated rounding."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from elsi_edge.export import surgery
+from elsi_edge.export.quantise import Moments, matrices
+from elsi_edge.export.rounding import Floats
+from elsi_edge.prompts import builtin_calibration_prompts
+from elsi_edge.runtime.tree import attention_bias
+from elsi_edge.text import TextCodec
+
+TOKENS = 6144  # positions measured
+_LONGEST = 192  # tokens of a prompt
+_SKIPPED = 1  # first positions left out: their states are outliers that would decide everything
+_MOST = 1 << 30  # bytes of outer products held at a time; more matrices take another pass over the prompts
+
+
+def texts(codec: TextCodec) -> list[list[int]]:
+    """Token ids of built-in prompts, some TOKENS of them together."""
+    found: list[list[int]] = []
+    for row in builtin_calibration_prompts():
+        ids = codec.encode_raw(row.turns[0])[:_LONGEST]
+        if len(ids) > _SKIPPED + 1:
+            found.append(ids)
+        if sum(map(len, found)) >= TOKENS:
+            break
+    return found
+
+
+def measure(graph: Path, ids: Sequence[Sequence[int]], say: Callable[[str], None] = lambda _: None) -> Moments:
+    """The moments of the base graph `graph` over token sequences; matrices are asked for in the graph's order.
+
+    They are computed a group of matrices at a time, each in one pass over the sequences.
+    """
+    sources: dict[str, str] = {}  # matrix to the value that it multiplies
+    widths: dict[str, int] = {}  # matrix to K
+    for name, node in matrices(surgery.load_graph(graph)).items():
+        source, weight = node.inputs[0], node.inputs[1]
+        assert source is not None and weight is not None and weight.const_value is not None
+        sources[name], widths[name] = str(source.name), int(weight.const_value.shape.numpy()[0])
+    held: dict[str, NDArray[np.float64]] = {}
+
+    def moments(matrix: str) -> Floats:
+        if sources[matrix] not in held:
+            names, size = list(sources), 0
+            wanted: dict[str, int] = {}
+            for name in names[names.index(matrix) :]:
+                if sources[name] not in wanted:
+                    size += 8 * widths[name] ** 2
+                    if size > _MOST and wanted:
+                        break
+                    wanted[sources[name]] = widths[name]
+            held.clear()
+            say(f"measuring the inputs of {len(wanted)} products over {sum(map(len, ids))} tokens")
+            held.update(_outer_products(graph, wanted, ids))
+        return held[sources[matrix]].astype(np.float32)
+
+    return moments
+
+
+def _outer_products(
+    graph: Path, wanted: dict[str, int], ids: Sequence[Sequence[int]]
+) -> dict[str, NDArray[np.float64]]:
+    model = surgery.load_graph(graph)
+    surgery.wire_tree_inputs(model)
+    values = {str(value.name): value for node in model.graph for value in node.outputs}
+    for name in wanted:
+        if values[name] not in model.graph.outputs:
+            values[name].type = ir.TensorType(ir.DataType.FLOAT)
+            model.graph.outputs.append(values[name])
+    path = graph.with_name("moments.onnx")
+    surgery.save_graph(model, path)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    empty = {
+        value.name: np.zeros([1, value.shape[1], 0, value.shape[3]], np.float32)
+        for value in session.get_inputs()
+        if value.name.startswith("past_key_values")
+    }
+    sums = {name: np.zeros((width, width)) for name, width in wanted.items()}
+    count = 0
+    for row in ids:
+        length = len(row)
+        feeds = {
+            **empty,
+            "input_ids": np.array([row], np.int64),
+            "logit_rows": np.arange(length),
+            "position_ids": np.arange(length)[None],
+            "attention_bias": attention_bias(np.tri(length, dtype=np.bool_), 0),
+            "seqlens_k": np.array([length - 1], np.int32),
+            "total_sequence_length": np.array(length, np.int32),
+        }
+        for name, inputs in zip(wanted, session.run(list(wanted), feeds), strict=True):
+            kept = inputs[0, _SKIPPED:]  # shape: [T - 1, K]
+            sums[name] += kept.T @ kept
+        count += length - _SKIPPED
+    return {name: total / count for name, total in sums.items()}

@@ -1,0 +1,137 @@
+"""Which matrix gets how many bits, and how they are rounded: what `--recipe` reads and the manifest records.
+
+A recipe file is TOML or JSON:
+
+    bits = 4                    # of every matrix that nothing else names; must be the --precision's
+    rounding = "least-squares"  # or "nearest", "compensated" (see elsi_edge.export.rounding)
+    lm_head_bits = 8
+    [matrices]                  # pattern (as a shell's, on names such as layers.3.mlp.down_proj) = 4, 8 or 32 bits
+    "layers.0.*" = 8
+    "*.down_proj" = 8
+
+Of several patterns that match one matrix, the last one holds. 32 leaves a matrix in float32.
+"""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, get_args
+
+from elsi_edge.artifacts import Precision
+from elsi_edge.errors import ConfigError, UsageError
+from elsi_edge.export.rounding import BLOCK, Rounding
+
+LM_HEAD = "lm_head"
+BITS: Mapping[Precision, int] = {"int4": 4, "int8": 8, "fp32": 32}
+_ALLOWED = (4, 8, 32)
+_KEYS = ("bits", "rounding", "lm_head_bits", "matrices")
+_NODE = re.compile(r"(?:/model)?/(.+)/MatMul\Z")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Bits and rounding of a target's matrices."""
+
+    bits: int = 4  # of matrices that no pattern names
+    rounding: Rounding = "nearest"
+    lm_head_bits: int | None = None  # None = as the patterns have it, or `bits`
+    matrices: Mapping[str, int] = field(default_factory=dict)  # pattern to bits, later ones first to hold
+
+    def __post_init__(self) -> None:
+        named = {"bits": self.bits, **{f"matrices.{name!r}": bits for name, bits in self.matrices.items()}}
+        if self.lm_head_bits is not None:
+            named["lm_head_bits"] = self.lm_head_bits
+        for name, bits in named.items():
+            if isinstance(bits, bool) or bits not in _ALLOWED:
+                raise ConfigError(f"recipe: {name} is {bits!r}, it must be one of {', '.join(map(str, _ALLOWED))}")
+        if self.rounding not in get_args(Rounding):
+            raise ConfigError(
+                f"recipe: rounding is {self.rounding!r}, it must be one of {', '.join(get_args(Rounding))}"
+            )
+
+    def bits_of(self, matrix: str) -> int:
+        """Bits of a matrix by its name."""
+        if matrix == LM_HEAD and self.lm_head_bits is not None:
+            return self.lm_head_bits
+        matching = [bits for pattern, bits in self.matrices.items() if fnmatchcase(matrix, pattern)]
+        return matching[-1] if matching else self.bits
+
+    def require_matches(self, matrices: Iterable[str]) -> None:
+        """Raise UsageError for a pattern that names no matrix of the model, with the nearest names."""
+        names = sorted(matrices)
+        for pattern in self.matrices:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+                raise UsageError(
+                    f"recipe: the pattern {pattern!r} names none of the model's {len(names)} matrices; "
+                    f"nearest are {', '.join(near)}"
+                )
+
+    def to_json(self, counts: Mapping[int, int] | None = None) -> dict[str, Any]:
+        """What the manifest records; `counts` says how many matrices got how many bits."""
+        operator = "MatMul" if self.bits == 32 else "MatMulNBits"
+        value: dict[str, Any] = {"operator": operator, "bits": self.bits}
+        if self.bits != 32 or (counts is not None and set(counts) - {32}):
+            value |= {"block": BLOCK, "symmetric": True, "accuracy_level": 4, "rounding": self.rounding}
+        if self.lm_head_bits is not None:
+            value["lm_head_bits"] = self.lm_head_bits
+        if self.matrices:
+            value["matrices"] = dict(self.matrices)
+        if counts is not None:
+            value["matrices_by_bits"] = {str(bits): count for bits, count in sorted(counts.items())}
+        return value
+
+
+def matrix_name(node: str) -> str | None:
+    """The name that recipes use for a matrix product of the builder's graph; None for another node.
+
+    "/model/layers.3/mlp/down_proj/MatMul" is layers.3.mlp.down_proj.
+    """
+    found = _NODE.match(node)
+    return None if found is None else found[1].replace("/", ".")
+
+
+def make_recipe(precision: Precision, file: Path | None = None, lm_head_bits: int | None = None) -> Recipe:
+    """The recipe of a precision, with what a file and an option change. Raises UsageError naming what disagrees."""
+    bits = BITS[precision]
+    recipe = Recipe(bits=bits) if file is None else _read(file, bits)
+    if recipe.bits != bits:
+        raise UsageError(f"{file}: bits is {recipe.bits}, --precision {precision} has {bits}; change one of them")
+    if lm_head_bits is not None:
+        if recipe.lm_head_bits not in (None, lm_head_bits):
+            raise UsageError(
+                f"--lm-head-bits is {lm_head_bits}, {file} says lm_head_bits {recipe.lm_head_bits}; drop one of them"
+            )
+        recipe = replace(recipe, lm_head_bits=lm_head_bits)
+    return recipe
+
+
+def _read(file: Path, bits: int) -> Recipe:
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the recipe {file} cannot be read: {error}") from error
+    try:
+        value = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        raise UsageError(
+            f"the recipe {file} is not valid {'JSON' if file.suffix == '.json' else 'TOML'}: {error}"
+        ) from error
+    if not isinstance(value, dict):
+        raise UsageError(f"the recipe {file} holds no table of settings; its keys are {', '.join(_KEYS)}")
+    unknown = [key for key in value if key not in _KEYS]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], _KEYS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"the recipe {file} has the unknown key {unknown[0]!r}, known are {', '.join(_KEYS)}{hint}")
+    if not isinstance(value.get("matrices", {}), dict):
+        raise UsageError(f"the recipe {file}: matrices must be a table of patterns and bits")
+    try:
+        return Recipe(**{"bits": bits, **value})
+    except ConfigError as error:
+        raise UsageError(f"{file}: {error}") from error

@@ -1,0 +1,117 @@
+// AVX512-VNNI: a register holds 16 columns x 4 inputs; vpdpbusd adds their products with 4 values of a row.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "path.h"
+
+#define ELSI_512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+#define ELSI_512_INLINE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"), always_inline)) inline
+
+namespace elsi {
+namespace {
+
+constexpr size_t kAhead = 2048;  // bytes of weights asked for before they are needed
+
+ELSI_512_INLINE __m512i four(const uint8_t* values) {  // 4 inputs of a row, the same for all 16 columns
+  int32_t bits;
+  std::memcpy(&bits, values, 4);
+  return _mm512_set1_epi32(bits);
+}
+
+template <int kRows, int kBits>
+ELSI_512 void pass(const QuantisedRows& rows, const Columns& columns) {
+  constexpr size_t kRecord = record_bytes(kBits);
+  const __m512i low = _mm512_set1_epi8(15);
+  for (size_t group = columns.first_group; group < columns.last_group; ++group) {
+    const uint8_t* record = columns.weights + group * rows.blocks * kRecord;
+    const uint8_t* chunk = rows.data;
+    __m512 sums[kRows];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) sums[r] = _mm512_setzero_ps();
+    for (size_t block = 0; block < rows.blocks; ++block, record += kRecord, chunk += kRows * kRowBytes) {
+      __m512i dots[kRows];
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) dots[r] = four(chunk + kRows * kBlock + 4 * r);
+#pragma GCC unroll 9
+      for (size_t line = 0; line < kRecord; line += 64) _mm_prefetch(reinterpret_cast<const char*>(record + kAhead + line), _MM_HINT_T0);
+#pragma GCC unroll 8
+      for (int i = 0; i < kBits; ++i) {
+        const __m512i raw = _mm512_load_si512(record + kScaleBytes + 64 * i);
+        const __m512i first = kBits == 4 ? _mm512_and_si512(raw, low) : raw;
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; ++r) dots[r] = _mm512_dpbusd_epi32(dots[r], first, four(chunk + r * kBlock + 4 * i));
+        if constexpr (kBits == 4) {
+          const __m512i second = _mm512_and_si512(_mm512_srli_epi16(raw, 4), low);
+#pragma GCC unroll 12
+          for (int r = 0; r < kRows; ++r) dots[r] = _mm512_dpbusd_epi32(dots[r], second, four(chunk + r * kBlock + 16 + 4 * i));
+        }
+      }
+      const __m512 scales = _mm512_load_ps(record);
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+        float scale;
+        std::memcpy(&scale, chunk + kRows * (kBlock + 4) + 4 * r, 4);
+        const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[r]), _mm512_set1_ps(scale));
+        sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(scaled, scales));
+      }
+    }
+    const size_t left = columns.columns - group * kColumns;
+    const __mmask16 mask = left >= kColumns ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) _mm512_mask_storeu_ps(columns.out + r * columns.stride + group * kColumns, mask, sums[r]);
+  }
+}
+
+template <int kBits>
+void multiply(const QuantisedRows& rows, const Columns& columns) {
+  using Pass = void (*)(const QuantisedRows&, const Columns&);
+  static constexpr Pass by_rows[kMaxRows + 1] = {
+      nullptr,         pass<1, kBits>, pass<2, kBits>, pass<3, kBits>,  pass<4, kBits>,  pass<5, kBits>, pass<6, kBits>,
+      pass<7, kBits>, pass<8, kBits>, pass<9, kBits>, pass<10, kBits>, pass<11, kBits>, pass<12, kBits>};
+  by_rows[rows.count](rows, columns);
+}
+
+ELSI_512 void quantise(const float* x, size_t k, int zero, uint8_t* chunk, size_t row, size_t rows) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  for (size_t start = 0; start < k; start += kBlock, chunk += rows * kRowBytes) {
+    const size_t count = k - start;
+    const __mmask16 first = count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1);
+    const __mmask16 second = count >= 32 ? 0xffff : count > 16 ? static_cast<__mmask16>((1u << (count - 16)) - 1) : 0;
+    const __m512 a = _mm512_maskz_loadu_ps(first, x + start), b = _mm512_maskz_loadu_ps(second, x + start + 16);
+    const __m512i bits = _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(a), magnitude),
+                                          _mm512_and_si512(_mm512_castps_si512(b), magnitude));
+    const uint32_t most = _mm512_reduce_max_epu32(bits);
+    float amax;
+    std::memcpy(&amax, &most, 4);
+    float inverse = 127.0f / amax, scale = amax / 127.0f;
+    if (!(inverse <= 3.402823466e38f)) inverse = scale = 0.0f;  // nothing to scale, or nothing that can be
+    if (most >= 0x7f800000u) {
+      inverse = 0.0f;
+      scale = __builtin_nanf("");
+    }
+    const __m512 by = _mm512_set1_ps(inverse);
+    // an infinity times 0 is NaN, which converts to the most negative number: hence the mask
+    const __mmask16 keep = inverse > 0.0f ? 0xffff : 0;
+    const __m512i qa = _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(a, by));
+    const __m512i qb = _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(b, by));
+    const int32_t offset = -zero * _mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(chunk + row * kBlock), _mm512_cvtepi32_epi8(qa));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(chunk + row * kBlock + 16), _mm512_cvtepi32_epi8(qb));
+    std::memcpy(chunk + rows * kBlock + 4 * row, &offset, 4);
+    std::memcpy(chunk + rows * (kBlock + 4) + 4 * row, &scale, 4);
+  }
+}
+
+bool usable() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+
+}  // namespace
+
+const Path kAvx512Vnni = {"avx512vnni", usable, quantise, multiply<4>, multiply<8>};
+
+}  // namespace elsi
+#endif

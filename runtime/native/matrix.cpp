@@ -1,0 +1,78 @@
+#include "matrix.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace elsi {
+namespace {
+
+constexpr size_t kTaskBytes = 48 << 10;  // of weights, at few rows: about 5 us from memory
+constexpr size_t kMostTasks = 32;
+constexpr size_t kSerialValues = 32 << 10;  // quantised by the caller alone below this
+
+unsigned value_at(const uint8_t* block, size_t input, int bits) {
+  if (bits == 8) return block[input];
+  const uint8_t pair = block[input / 2];
+  return input % 2 ? pair >> 4 : pair & 15;
+}
+
+}  // namespace
+
+PackedMatrix::PackedMatrix(const Tensor& values, const Tensor& scales, size_t inputs, size_t columns, int bits)
+    : inputs_(inputs), columns_(columns), bits_(bits) {
+  const size_t blob = kBlock * static_cast<size_t>(bits) / 8;
+  const std::vector<int64_t> shape = {static_cast<int64_t>(columns), static_cast<int64_t>(blocks()), static_cast<int64_t>(blob)};
+  require(values.type == abi::kUint8 && values.shape == shape,
+          "the weights are " + text(values.shape) + " of type " + std::to_string(values.type) + ", K, N and bits say uint8 " + text(shape));
+  require(scales.type == abi::kFloat && scales.size() == columns * blocks(),
+          "the scales are " + text(scales.shape) + " of type " + std::to_string(scales.type) + ", K and N say " +
+              std::to_string(columns * blocks()) + " float32");
+  const size_t record = record_bytes(bits);
+  uint8_t* out = packed_.reserve(groups() * group_bytes());
+  std::memset(out, 0, groups() * group_bytes());
+  for (size_t column = 0; column < columns; ++column)
+    for (size_t block = 0; block < blocks(); ++block) {
+      const size_t c = column % kColumns;
+      uint8_t* to = out + (column / kColumns * blocks() + block) * record;
+      const uint8_t* from = values.as<uint8_t>() + (column * blocks() + block) * blob;
+      std::memcpy(to + 4 * c, scales.as<float>() + column * blocks() + block, 4);
+      const size_t count = std::min(kBlock, inputs - block * kBlock);
+      for (size_t i = 0; i < count; ++i) {
+        const size_t line = bits == 4 ? i / 4 % 4 : i / 4;
+        const unsigned shift = bits == 4 && i >= 16 ? 4 : 0;
+        to[kScaleBytes + 64 * line + 4 * c + i % 4] |= static_cast<uint8_t>(value_at(from, i, bits) << shift);
+      }
+    }
+}
+
+void PackedMatrix::multiply(const Path& path, const QuantisedRows& rows, size_t first, size_t last, float* out, size_t stride) const {
+  (bits_ == 4 ? path.multiply4 : path.multiply8)(rows, {packed_.data(), first, last, columns_, out, stride});
+}
+
+Activations::Activations(const Path& path, const Pool& pool, const float* x, size_t rows, size_t inputs, int zero)
+    : rows_(rows), blocks_((inputs + kBlock - 1) / kBlock) {
+  static thread_local Buffer buffer;  // of the thread that runs the graph; its workers read it
+  data_ = buffer.reserve(rows * blocks_ * kRowBytes);
+  auto quantise = [&](size_t index) {
+    const QuantisedRows rows_of = chunk(index);
+    for (size_t r = 0; r < rows_of.count; ++r)
+      path.quantise(x + (first_row(index) + r) * inputs, inputs, zero, const_cast<uint8_t*>(rows_of.data), r, rows_of.count);
+  };
+  if (rows * inputs >= kSerialValues) {
+    pool.run(chunks(), quantise);
+  } else {
+    for (size_t index = 0; index < chunks(); ++index) quantise(index);
+  }
+}
+
+QuantisedRows Activations::chunk(size_t index) const {
+  const size_t first = first_row(index), end = first_row(index + 1);
+  return {data_ + first * blocks_ * kRowBytes, end - first, blocks_};
+}
+
+size_t task_count(size_t groups, size_t group_bytes, size_t rows) {
+  const size_t work = groups * group_bytes * std::max<size_t>(1, rows / 3);
+  return std::clamp<size_t>(work / kTaskBytes, 1, std::min(kMostTasks, groups));
+}
+
+}  // namespace elsi

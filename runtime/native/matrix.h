@@ -1,0 +1,59 @@
+// A matrix of 4- or 8-bit weights, packed once, and rows of float quantised to go through it.
+#pragma once
+
+#include <cstdint>
+
+#include "op.h"
+#include "path.h"
+
+namespace elsi {
+
+// Columns in groups of 16, inputs in blocks of 32. Record (group, block), records in that order:
+//
+//   bytes 0..63     scale of column 0..15, float32
+//   4 bits: line l = 0..3, 64 bytes each, byte 4 * c + i of it:
+//                   low nibble  input 4 * l + i      of column c
+//                   high nibble input 4 * l + i + 16 of column c
+//   8 bits: line l = 0..7, byte 4 * c + i: input 4 * l + i of column c
+//
+// Values are unsigned around the zero point (8 or 128), as in the file. Inputs and columns beyond the matrix are 0.
+class PackedMatrix {
+ public:
+  // values uint8 [N, ceil(K / 32), 4 * bits], scales float [N, ceil(K / 32)] in any shape, as MatMulNBits takes them.
+  PackedMatrix(const Tensor& values, const Tensor& scales, size_t inputs, size_t columns, int bits);
+
+  size_t inputs() const { return inputs_; }
+  size_t columns() const { return columns_; }
+  size_t blocks() const { return (inputs_ + kBlock - 1) / kBlock; }
+  size_t groups() const { return (columns_ + kColumns - 1) / kColumns; }
+  size_t group_bytes() const { return blocks() * record_bytes(bits_); }
+  int zero() const { return bits_ == 4 ? 8 : 128; }
+
+  // Rows of one chunk times columns of groups first..last-1; out [R, stride] starts at column 0 of the chunk's rows.
+  void multiply(const Path& path, const QuantisedRows& rows, size_t first, size_t last, float* out, size_t stride) const;
+
+ private:
+  size_t inputs_, columns_;
+  int bits_;
+  Buffer packed_;
+};
+
+// Rows quantised for matrices of one zero point; a view into a buffer that the calling thread keeps.
+class Activations {
+ public:
+  Activations(const Path& path, const Pool& pool, const float* x, size_t rows, size_t inputs, int zero);
+
+  size_t rows() const { return rows_; }
+  size_t chunks() const { return (rows_ + kMaxRows - 1) / kMaxRows; }
+  size_t first_row(size_t chunk) const { return chunk * rows_ / chunks(); }
+  QuantisedRows chunk(size_t index) const;
+
+ private:
+  size_t rows_, blocks_;
+  uint8_t* data_;
+};
+
+// How many tasks to cut `groups` column groups into: a hand-off costs some microseconds, so a task has to be worth it.
+size_t task_count(size_t groups, size_t group_bytes, size_t rows);
+
+}  // namespace elsi

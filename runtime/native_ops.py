@@ -1,0 +1,98 @@
+"""The native operators: find the library that a build left beside this module, load it, say what it can do here.
+
+The library is optional: without a compiler at install time it is not there, and the stock graphs run. It is a custom
+operator library of ONNX Runtime (domain `elsi.edge`); ctypes reads three plain functions of the same file.
+"""
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnxruntime as ort
+
+from elsi_edge.errors import ProviderError, UsageError
+
+DOMAIN = "elsi.edge"
+LIBRARY = "libelsi_edge_ops.so"  # as setup.py names it
+FORMAT = 1  # of the graphs that name the operators; a library of another one is not used
+EXACT_ROWS = 64  # rows in one call for which the tests hold a row's bits to be its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeReport:
+    """Whether the native operators can run here, and how."""
+
+    available: bool
+    path: str = ""  # instruction set in use: avx512vnni, avx2, neon-i8mm, neon-dot, portable
+    paths: tuple[str, ...] = ()  # all that this CPU can run, best first
+    library: str = ""  # file
+    why_not: str = ""  # one line where it is not available
+
+    def note(self) -> str:
+        """One line for people: what runs, or what is lost."""
+        if self.available:
+            return f"native operators: {self.path}"
+        return f"native operators: none ({self.why_not}); ONNX Runtime's own are used, slower at 2 to 16 rows"
+
+
+def report() -> NativeReport:
+    """Whether the native operators can run here. Never raises."""
+    path = library_path()
+    try:
+        library = _load(path)
+    except ProviderError as error:
+        return NativeReport(available=False, library=str(path), why_not=str(error))
+    paths = tuple(library.elsi_native_paths().decode().split())
+    return NativeReport(available=True, path=_forced or paths[0], paths=paths, library=str(path))
+
+
+def library_path() -> Path:
+    """Where the library lies once it is built."""
+    return Path(__file__).resolve().parent / LIBRARY
+
+
+def register(options: ort.SessionOptions) -> None:
+    """Let sessions with these options run graphs that name the operators. Raises ProviderError without the library."""
+    path = library_path()
+    _load(path)
+    try:
+        options.register_custom_ops_library(str(path))
+    except Exception as error:  # ONNX Runtime raises several unrelated types
+        raise ProviderError(f"ONNX Runtime {ort.__version__} refuses {path}: {str(error).splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
+def forced_path(name: str) -> Iterator[None]:
+    """Sessions opened inside use the named instruction set: for tests and comparisons. Raises UsageError."""
+    global _forced
+    library = _load(library_path())
+    if not library.elsi_native_force(name.encode()):
+        raise UsageError(f"native path {name!r} cannot run here; those that can: {', '.join(report().paths)}")
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        library.elsi_native_force(before.encode())
+        _forced = before
+
+
+_forced = ""  # the path forced at the moment, "" for the best
+
+
+@functools.cache
+def _load(path: Path) -> ctypes.CDLL:
+    if not path.is_file():
+        raise ProviderError(f"{path.name} was not built; it needs a C++ compiler when elsi-edge is installed")
+    try:
+        library = ctypes.CDLL(str(path))
+        library.elsi_native_paths.restype = ctypes.c_char_p
+        library.elsi_native_force.argtypes = [ctypes.c_char_p]
+        found = library.elsi_native_format()
+    except (OSError, AttributeError) as error:
+        raise ProviderError(f"{path.name} cannot be loaded ({error}); install elsi-edge again") from error
+    if found != FORMAT:
+        raise ProviderError(f"{path.name} has format {found}, this version needs {FORMAT}; install elsi-edge again")
+    return library
