@@ -268,7 +268,7 @@ def test_early_stop_and_curves(shards: Path, model: Path, tmp_path: Path) -> Non
 
 
 def test_early_stop_writes_the_best_draft(shards: Path, model: Path, tmp_path: Path) -> None:
-    """A learning rate that destroys what it starts from: the draft written is the one from before, a resumed run's too."""
+    """A learning rate that destroys what it starts from: the draft written is the one from before, resumed or not."""
     learned(shards, model, tmp_path / "a")
     asked = settings(steps=500, lr=0.3, warmup=0.0, evaluate_every=1, patience=2, ema=0.0, replay_tokens=0)
     config = train(shards, model, tmp_path / "b", asked, init=tmp_path / "a")
