@@ -29,7 +29,14 @@ setup(
             depends=sorted(str(path) for path in _SOURCES.glob("*.h")),
             language="c++",
             # Contraction of a * b + c would let compilers give a row other bits on another path.
-            extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-g0"],
+            extra_compile_args=[
+                "-std=c++17",
+                "-O3",
+                "-ffp-contract=off",
+                "-fno-math-errno",
+                "-fvisibility=hidden",
+                "-g0",
+            ],
             optional=True,
         )
     ],

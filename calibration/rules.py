@@ -122,7 +122,7 @@ def _searched(
     if sets.blocks >= 2:
         found.append(search.show_pairs(sets))
     if sets.blocks >= 3:
-        found.append(search.show_triples(sets))
+        found.append(search.show_triples(sets, found[0].search.best))
     return found
 
 

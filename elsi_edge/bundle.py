@@ -17,8 +17,15 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 DRAFT_VOCAB_FILE = "draft_to_target_ids.npy"  # int64 [U], absolute ids
 
+TAP_CONVENTION = "tap t is the residual stream entering block t; 0 the embeddings, L before the final norm"
+
+_DRAFT_FILES = ("draft.", "projection.", "draft_to_target_ids.")
+_TEXT_FILES = ("tokenizer.json", "text.json")
+
 # Roles a graph can have in a bundle.
-GraphRole = Literal["target-chain", "target-tree", "target-states", "target-batch", "draft", "projection"]
+GraphRole = Literal[
+    "target-chain", "target-tree", "target-native", "target-states", "target-batch", "draft", "projection"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +53,10 @@ class BundleManifest:
     parity: Mapping[str, Any] = field(default_factory=dict)  # what the check against the source measured
     licence: str = "unknown"  # of the source model
     files: Mapping[str, FileEntry] = field(default_factory=dict)
+    components: Mapping[str, int] = field(default_factory=dict)  # bytes of the files by component, see `components`
+    tokenizer_sha256: str = ""  # of the target's tokenizer.json
+    template_sha256: str = ""  # of its chat template
+    tap_convention: str = TAP_CONVENTION  # what the numbers of the selection's taps mean
     created_by: str = f"elsi-edge {__version__}"
     format_version: int = FORMAT_VERSION
 
@@ -84,6 +95,23 @@ class BundleManifest:
         return manifest
 
 
+def components(files: Mapping[str, FileEntry]) -> dict[str, int]:
+    """Bytes of a bundle's files by component; components without files are not named."""
+    sizes: dict[str, int] = {}
+    for name, entry in files.items():
+        if name.startswith(_DRAFT_FILES):
+            part = "draft"
+        elif name in _TEXT_FILES:
+            part = "tokenizer"
+        elif name.startswith("target"):
+            part = "target graphs" if name.endswith(".onnx") else "target weights"
+        else:
+            part = "other"
+        sizes[part] = sizes.get(part, 0) + entry.bytes
+    order = ("target weights", "target graphs", "draft", "tokenizer", "other")
+    return {part: sizes[part] for part in order if part in sizes}
+
+
 def _require_consistent(manifest: BundleManifest, source: str) -> None:
     """Raise ConfigError for parts that cannot belong to one bundle."""
     draft, selection, limit = manifest.draft, manifest.selection, manifest.shape.context
@@ -91,6 +119,18 @@ def _require_consistent(manifest: BundleManifest, source: str) -> None:
         raise ConfigError(f"{source}: the context is {manifest.context} tokens, the model's own limit {limit}")
     if (draft is None) != (selection is None):
         raise ConfigError(f"{source}: it has {'a selection' if draft is None else 'a draft'} alone, not both or none")
+    if manifest.tap_convention != TAP_CONVENTION:
+        raise ConfigError(f"{source}: its taps are numbered as {manifest.tap_convention!r}, here {TAP_CONVENTION!r}")
+    if draft is not None:
+        for what, drafts, targets in (
+            ("vocabulary", draft.target_vocab_size, manifest.shape.vocab_size),
+            ("width", draft.embedding_width, manifest.shape.width),
+            ("tokenizer", draft.tokenizer_sha256[:12], manifest.tokenizer_sha256[:12]),
+            ("chat template", draft.template_sha256[:12], manifest.template_sha256[:12]),
+            ("target weights", draft.target_fingerprint[:12], manifest.target_fingerprint[:12]),
+        ):
+            if drafts and targets and drafts != targets:
+                raise ConfigError(f"{source}: the draft is of another target: its {what} is {drafts}, not {targets}")
     if draft is not None and selection is not None and not draft.selection.same_taps(selection):
         raise ConfigError(
             f"{source}: the selection is {selection.describe()}, the draft sees {draft.selection.describe()}"
@@ -195,7 +235,7 @@ class BundleWriter:
             for name in names
             if name != MANIFEST
         }
-        sealed = BundleManifest(**{**manifest.__dict__, "files": files})
+        sealed = BundleManifest(**{**manifest.__dict__, "files": files, "components": components(files)})
         write_json(self.directory / MANIFEST, sealed.to_json())
         return sealed
 

@@ -1,4 +1,7 @@
-"""What a matrix's inputs look like: their mean outer products over built-in prompts, for compensated rounding."""
+"""What a matrix's inputs look like: their mean outer products over built-in prompts, for compensated rounding.
+
+Inputs are scaled to unit length first, so that what is kept small is each position's relative error.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,6 +11,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from elsi_edge.artifacts import ModelShape
 from elsi_edge.export import surgery
 from elsi_edge.export.quantise import Moments, matrices
 from elsi_edge.export.rounding import Floats
@@ -17,7 +21,6 @@ from elsi_edge.text import TextCodec
 
 TOKENS = 6144  # positions measured
 _LONGEST = 192  # tokens of a prompt
-_SKIPPED = 1  # first positions left out: their states are outliers that would decide everything
 _MOST = 1 << 30  # bytes of outer products held at a time; more matrices take another pass over the prompts
 
 
@@ -26,14 +29,16 @@ def texts(codec: TextCodec) -> list[list[int]]:
     found: list[list[int]] = []
     for row in builtin_calibration_prompts():
         ids = codec.encode_raw(row.turns[0])[:_LONGEST]
-        if len(ids) > _SKIPPED + 1:
+        if len(ids) > 1:
             found.append(ids)
         if sum(map(len, found)) >= TOKENS:
             break
     return found
 
 
-def measure(graph: Path, ids: Sequence[Sequence[int]], say: Callable[[str], None] = lambda _: None) -> Moments:
+def measure(
+    graph: Path, ids: Sequence[Sequence[int]], shape: ModelShape, say: Callable[[str], None] = lambda _: None
+) -> Moments:
     """The moments of the base graph `graph` over token sequences; matrices are asked for in the graph's order.
 
     They are computed a group of matrices at a time, each in one pass over the sequences.
@@ -58,14 +63,14 @@ def measure(graph: Path, ids: Sequence[Sequence[int]], say: Callable[[str], None
                     wanted[sources[name]] = widths[name]
             held.clear()
             say(f"measuring the inputs of {len(wanted)} products over {sum(map(len, ids))} tokens")
-            held.update(_outer_products(graph, wanted, ids))
+            held.update(_outer_products(graph, wanted, ids, shape))
         return held[sources[matrix]].astype(np.float32)
 
     return moments
 
 
 def _outer_products(
-    graph: Path, wanted: dict[str, int], ids: Sequence[Sequence[int]]
+    graph: Path, wanted: dict[str, int], ids: Sequence[Sequence[int]], shape: ModelShape
 ) -> dict[str, NDArray[np.float64]]:
     model = surgery.load_graph(graph)
     surgery.wire_tree_inputs(model)
@@ -80,7 +85,7 @@ def _outer_products(
     options.log_severity_level = 4
     session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     empty = {
-        value.name: np.zeros([1, value.shape[1], 0, value.shape[3]], np.float32)
+        value.name: np.zeros((1, shape.kv_heads, 0, shape.head_width), np.float32)
         for value in session.get_inputs()
         if value.name.startswith("past_key_values")
     }
@@ -98,7 +103,8 @@ def _outer_products(
             "total_sequence_length": np.array(length, np.int32),
         }
         for name, inputs in zip(wanted, session.run(list(wanted), feeds), strict=True):
-            kept = inputs[0, _SKIPPED:]  # shape: [T - 1, K]
-            sums[name] += kept.T @ kept
-        count += length - _SKIPPED
+            # Each position counts alike: those few with states a hundred times larger would decide everything.
+            rows = inputs[0] / np.maximum(np.linalg.norm(inputs[0], axis=-1, keepdims=True), 1e-12)  # shape: [T, K]
+            sums[name] += rows.T @ rows
+        count += length
     return {name: total / count for name, total in sums.items()}

@@ -1,25 +1,50 @@
-"""The second, tiny graph of a bundle: the stock graph with the native operators' names in it, over the same weights file.
+"""The second, tiny graph of a bundle: the stock one with the native operators' names in it, over the same weights.
 
-MatMulNBits with 4- or 8-bit weights in symmetric blocks of 32 becomes MatMulBlocks; what does not fit stays as it is.
+MatMulNBits with 4- or 8-bit weights in symmetric blocks of 32 becomes MatMulBlocks, and SiLU(product) * product
+GatedBlocks; what does not fit stays as it is.
+GroupQueryAttention becomes TreeAttention: in place of mask, positions and lengths the graph takes `cached` [1] int32,
+the slots in use, and `parents` [T] int64, the row of each row's parent, -1 where its parent is the last cached token.
 """
 
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import onnx_ir as ir
 
 from elsi_edge.errors import ModelError
+from elsi_edge.export.surgery import attentions, load_graph, save_graph
+
+_log = logging.getLogger(__name__)
 
 DOMAIN = "elsi.edge"  # as elsi_edge.runtime.native_ops has it; the rooms do not import each other
 _BLOCK = 32
 _EXTRA_INPUTS = slice(3, None)  # of MatMulNBits: zero points, g_idx, bias
+_SIZES = ("K", "N", "bits", "block_size")  # attributes of both kinds of product
+_TREE_WIRES = (0, 1)  # of GroupQueryAttention's inputs from the 10th on: positions and mask, which parents stand for
+_STOCK_INPUTS = ("seqlens_k", "total_sequence_length", "position_ids", "attention_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NativeChange:
     """What was replaced in a graph."""
 
-    products: int  # MatMulNBits nodes
+    products: int  # MatMulNBits nodes, those of gated pairs included
+    gated: int  # pairs of products, SiLU of one times the other, that became GatedBlocks
     left: int  # MatMulNBits nodes that do not fit
+
+
+def write_native_graph(tree: Path, out: Path) -> bool:
+    """Write the native form of a graph in the tree form, beside it. False, and no file, where the family has none."""
+    model = load_graph(tree)
+    try:
+        use_native_products(model)
+        use_native_attention(model)
+    except ModelError as error:
+        _log.info("no native graph: %s", error)
+        return False
+    save_graph(model, out)
+    return True
 
 
 def use_native_products(model: ir.Model) -> NativeChange:
@@ -31,10 +56,79 @@ def use_native_products(model: ir.Model) -> NativeChange:
             f"none of the graph's {len(products)} quantised products has symmetric 4- or 8-bit weights in blocks of "
             f"{_BLOCK}; the native operators cannot run it"
         )
-    for node in fitting:
-        _replace(model, node)
+    gated = sum(_replace_gated(model, node) for node in list(model.graph) if node.op_type == "Mul")
+    for node in model.graph:
+        if node.op_type == "MatMulNBits" and _fits(node):
+            _replace(model, node)
     model.opset_imports[DOMAIN] = 1
-    return NativeChange(products=len(fitting), left=len(products) - len(fitting))
+    return NativeChange(products=len(fitting), gated=gated, left=len(products) - len(fitting))
+
+
+def _replace_gated(model: ir.Model, node: ir.Node) -> bool:
+    """Replace SiLU(product) * product of one input, where `node` is the last Mul of (g * Sigmoid(g)) * u."""
+    silu, up = (value.producer() if value is not None else None for value in node.inputs)
+    if silu is None or up is None or silu.op_type != "Mul" or up.op_type != "MatMulNBits":
+        return False
+    gate, sigmoid = (value.producer() if value is not None else None for value in silu.inputs)
+    if gate is None or sigmoid is None or gate.op_type != "MatMulNBits" or sigmoid.op_type != "Sigmoid":
+        return False
+    own = (len(gate.outputs[0].uses()), *(len(n.outputs[0].uses()) for n in (sigmoid, silu, up))) == (2, 1, 1, 1)
+    alike = all(_integer(gate, name, 0) == _integer(up, name, 0) for name in _SIZES)
+    if not (own and alike and _fits(gate) and _fits(up)):
+        return False
+    if sigmoid.inputs[0] is not gate.outputs[0] or gate.inputs[0] is not up.inputs[0]:
+        return False
+    sizes = {name: _integer(gate, name, 0) for name in _SIZES}
+    wires = [*gate.inputs[:3], *up.inputs[1:3]]
+    _swap(model, node, ir.node("GatedBlocks", wires, attributes=sizes, domain=DOMAIN, name=node.name))
+    for dead in (silu, sigmoid, gate, up):
+        model.graph.remove(dead, safe=True)
+    return True
+
+
+def use_native_attention(model: ir.Model) -> int:
+    """Replace every attention of a graph in the tree form; returns how many. Raises ModelError where one cannot be."""
+    cached = ir.Value(name="cached", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT32))
+    parents = ir.Value(name="parents", shape=ir.Shape(["T"]), type=ir.TensorType(ir.DataType.INT64))
+    nodes = attentions(model)
+    for node in nodes:
+        _replace_attention(model, node, cached, parents)
+    for value in list(model.graph.inputs):
+        if value.name in _STOCK_INPUTS:
+            if value.uses():
+                raise ModelError(
+                    f"the graph uses {value.name} outside its attentions; the native operators cannot run it"
+                )
+            model.graph.inputs.remove(value)
+    model.graph.inputs.extend([cached, parents])
+    model.opset_imports[DOMAIN] = 1
+    return len(nodes)
+
+
+def _replace_attention(model: ir.Model, node: ir.Node, cached: ir.Value, parents: ir.Value) -> None:
+    query, key, value, past_key, past_value, _, _, cos, sin, *rest = node.inputs
+    others = [name for index, name in enumerate(rest) if name is not None and index not in _TREE_WIRES]
+    rotary = _integer(node, "do_rotary", 0) == 1 and _integer(node, "rotary_interleaved", 0) == 0
+    if not rotary or others or _integer(node, "smooth_softmax", 0) > 0 or past_key is None or cos is None:
+        raise ModelError(
+            f"{node.name}: the native attention wants rotary embedding by halves, a cache, and no sinks or scaled "
+            "caches; this model family has another kind"
+        )
+    if key is not None and value is not None:  # not packed
+        packed = ir.node("Concat", [query, key, value], attributes={"axis": -1}, name=f"{node.name}/Concat")
+        packed.outputs[0].name = f"{packed.name}/output_0"
+        model.graph.insert_before(node, packed)
+        query = packed.outputs[0]
+    numbers: dict[str, int | float] = {
+        "num_heads": _integer(node, "num_heads", 0),
+        "kv_num_heads": _integer(node, "kv_num_heads", 0),
+        "window": _integer(node, "local_window_size", -1),
+        "scale": _number(node, "scale"),
+        "softcap": _number(node, "softcap"),
+    }
+    wires = [query, past_key, past_value, cos, sin, cached, parents]
+    native = ir.node("TreeAttention", wires, attributes=numbers, domain=DOMAIN, num_outputs=3, name=node.name)
+    _swap(model, node, native)
 
 
 def _fits(node: ir.Node) -> bool:
@@ -47,19 +141,29 @@ def _fits(node: ir.Node) -> bool:
 
 
 def _replace(model: ir.Model, node: ir.Node) -> None:
-    sizes = {name: _integer(node, name, 0) for name in ("K", "N", "bits", "block_size")}
+    sizes = {name: _integer(node, name, 0) for name in _SIZES}
     native = ir.node("MatMulBlocks", list(node.inputs[:3]), attributes=sizes, domain=DOMAIN, name=node.name)
-    old, new = node.outputs[0], native.outputs[0]
-    new.name, new.shape, new.type = old.name, old.shape, old.type
+    _swap(model, node, native)
+
+
+def _swap(model: ir.Model, node: ir.Node, native: ir.Node) -> None:
+    """Put one node in the place of another with as many outputs."""
     model.graph.insert_before(node, native)
-    for use in list(old.uses()):
-        use.node.replace_input_with(use.idx, new)
-    for index, output in enumerate(model.graph.outputs):
-        if output is old:
-            model.graph.outputs[index] = new
+    for old, new in zip(node.outputs, native.outputs, strict=True):
+        new.name, new.shape, new.type = old.name, old.shape, old.type
+        for use in list(old.uses()):
+            use.node.replace_input_with(use.idx, new)
+        for index, output in enumerate(model.graph.outputs):
+            if output is old:
+                model.graph.outputs[index] = new
     model.graph.remove(node, safe=True)
 
 
 def _integer(node: ir.Node, name: str, default: int) -> int:
     attribute = node.attributes.get(name)
     return default if attribute is None else int(attribute.as_int())
+
+
+def _number(node: ir.Node, name: str) -> float:
+    attribute = node.attributes.get(name)
+    return 0.0 if attribute is None else float(attribute.as_float())

@@ -18,6 +18,7 @@ from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.errors import ParityError
 from elsi_edge.export.reference import Reference
 from elsi_edge.models import SourceModel
+from elsi_edge.runtime import native_ops
 from elsi_edge.runtime.draft import OrtDraft, log_softmax
 from elsi_edge.runtime.options import SessionSettings
 from elsi_edge.runtime.ort import open_session
@@ -135,6 +136,9 @@ def check(
     if "target-chain" in manifest.graphs:
         _check_chain(_open_target(directory, manifest, "target-chain"), ids)
         measured["chain_bit_identical"] = True
+    if "target-native" in manifest.graphs and native_ops.report().available:
+        _check_native(directory, manifest, target, ids, allowed["tree_divergence_nats"])
+        measured["native_bit_identical"] = True
     if draft is not None:
         measured |= _check_draft(directory, manifest, reference, draft, ids, allowed)
     return measured
@@ -194,6 +198,18 @@ def _check_chain(target: OrtTarget, ids: list[int]) -> None:
                 f"exact mode: {step} rows a step and one differ by {np.abs(result - results[0]).max():.3g} in the "
                 "logits on this machine, they must be equal; export on the device, or use --precision fp32"
             )
+
+
+def _check_native(directory: Path, manifest: BundleManifest, stock: OrtTarget, ids: list[int], limit: float) -> None:
+    """The native graph against the stock one, and its rows against themselves in another company."""
+    session = native_ops.open_native(directory / manifest.graphs["target-native"], SessionSettings())
+    native = OrtTarget(session, shape=manifest.shape, tap_width=manifest.tap_width)
+    _check_chain(native, ids)
+    logits = []
+    for target in (stock, native):
+        target.reset()
+        logits.append(target.run(Tree.chain(ids[1:]), ids[0], logit_rows=range(len(ids))).logits.copy())
+    _require("the native graph's distributions", _divergence(logits[1], logits[0]) / len(ids), limit, "nats")
 
 
 def _check_draft(

@@ -66,7 +66,7 @@ def export_bundle(
         work.mkdir()
         say(f"building the {settings.precision} graph of {source.slug}")
         counts = builder.build_base_graph(
-            source.directory, source.shape, recipe, work, moments=_moments(recipe, codec, say)
+            source.directory, source.shape, recipe, work, moments=_moments(recipe, source, codec, say)
         )
         (work / builder.WEIGHTS_FILE).rename(writer.directory / builder.WEIGHTS_FILE)
         (work / "base.onnx").rename(writer.directory / "base.onnx")
@@ -100,6 +100,8 @@ def export_bundle(
                 "target": recipe.to_json(counts),
                 "draft": None if draft is None else Recipe(bits=BITS[draft_precision]).to_json(),
             },
+            tokenizer_sha256=codec.tokenizer_sha256,
+            template_sha256=codec.template_sha256,
             licence=str(read_source(source.directory).get("licence", "unknown")),
         )
         say("checking the graphs against the source model")
@@ -107,11 +109,13 @@ def export_bundle(
         return writer.finish(BundleManifest(**{**manifest.__dict__, "parity": measured}))
 
 
-def _moments(recipe: Recipe, codec: TextCodec, say: Callable[[str], None]) -> Callable[[Path], Moments] | None:
+def _moments(
+    recipe: Recipe, source: SourceModel, codec: TextCodec, say: Callable[[str], None]
+) -> Callable[[Path], Moments] | None:
     """What measures the inputs of the matrices, where the recipe's rounding asks for it."""
     if recipe.rounding != "compensated":
         return None
-    return lambda graph: moments.measure(graph, moments.texts(codec), say)
+    return lambda graph: moments.measure(graph, moments.texts(codec), source.shape, say)
 
 
 def require_same_target(draft: LoadedDraft, source: SourceModel, codec: TextCodec, *, train: str = "") -> None:

@@ -26,6 +26,7 @@ from elsi_edge.errors import ModelError
 GraphForm = Literal["tree", "chain"]
 
 _NORMS = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
+_PRODUCTS = ("MatMul", "MatMulNBits")
 _GQA_POSITION_IDS, _GQA_ATTENTION_BIAS = 9, 10  # inputs of com.microsoft.GroupQueryAttention
 _GQA_SEQLENS_K, _GQA_TOTAL = 5, 6
 _SKIP_RESIDUAL = 3  # output of SkipSimplifiedLayerNormalization: the sum that enters the norm
@@ -200,7 +201,7 @@ def _graph_output(model: ir.Model, name: str) -> ir.Value:
 def lm_head(model: ir.Model) -> ir.Node:
     """The matrix product that the logits come from. Raises ModelError."""
     node = _graph_output(model, "logits").producer()
-    while node is not None and node.op_type not in ("MatMul", "MatMulNBits"):
+    while node is not None and node.op_type not in _PRODUCTS:
         node = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
     if node is None:
         raise ModelError("the exported graph's logits do not come from a matrix product; family not supported")
@@ -208,12 +209,17 @@ def lm_head(model: ir.Model) -> ir.Node:
 
 
 def _norm_before(node: ir.Node) -> ir.Node:
-    """The nearest norm upstream along first inputs: the one whose input is a residual stream."""
+    """The nearest norm upstream, along first inputs, of a matrix product: the one whose input is a residual stream.
+
+    From an attention that is the norm before its query projection; norms of the heads themselves lie after that.
+    """
     current: ir.Node | None = node
+    passed_product = False
     while current is not None:
+        passed_product = passed_product or current.op_type in _PRODUCTS
         value = current.inputs[0]
         current = value.producer() if value is not None else None
-        if current is not None and current.op_type in _NORMS:
+        if current is not None and current.op_type in _NORMS and passed_product:
             return current
     raise ModelError(f"found no norm before {node.name}; this model family is not supported")
 

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from elsi_edge.artifacts import LayerSelection, ModelShape, Precision
 from elsi_edge.bundle import GraphRole
-from elsi_edge.export import surgery
+from elsi_edge.export import native_graph, surgery
 
 STATES_PREFIX = "tap."  # outputs tap.0 ... tap.L of the states graph
 
@@ -18,6 +18,7 @@ def write_target_graphs(
 
     - `target-tree`: positions and mask as inputs; at fp32 every mode uses it.
     - `target-chain` (int4 and int8): the exact mode, see `elsi_edge.export.surgery`.
+    - `target-native` (int4 and int8, where the family allows): exact for trees too, with the native operators.
     - `target-states` (without a selection): every tap as an output, for distillation; a complete bundle needs none.
     - `target-batch` (without a selection): one token each of many sequences, for distillation's answers.
     """
@@ -26,6 +27,8 @@ def write_target_graphs(
     if precision != "fp32":
         graphs["target-chain"] = "target-chain.onnx"
         _write(base, out / "target-chain.onnx", shape, selection, chain=True)
+        if native_graph.write_native_graph(out / "target-tree.onnx", out / "target-native.onnx"):
+            graphs["target-native"] = "target-native.onnx"
     if selection is None:
         graphs["target-states"] = "target-states.onnx"
         _write_states(base, out / "target-states.onnx", shape)

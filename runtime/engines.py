@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from elsi_edge.bundle import DRAFT_VOCAB_FILE, Bundle
 from elsi_edge.errors import BundleError
+from elsi_edge.runtime import native_ops
 from elsi_edge.runtime.draft import OrtDraft
 from elsi_edge.runtime.mixed import MixedProposer
 from elsi_edge.runtime.ngram import PRIOR
@@ -36,15 +37,36 @@ class BundleEngines:
         self._proposer: MixedProposer | None = None
         self._loaded: tuple[str, Engine] | None = None
 
+    @property
+    def native(self) -> bool:
+        """Whether the native operators run this bundle: every row has bits of its own, in trees too."""
+        on_cpu = resolve_provider(self._settings.provider) == "CPUExecutionProvider"
+        return (
+            self._settings.native
+            and on_cpu
+            and "target-native" in self._bundle.manifest.graphs
+            and native_ops.report().available
+        )
+
     def __getitem__(self, exact: bool) -> Engine:
         manifest = self._bundle.manifest
-        chain = exact and "target-chain" in manifest.graphs
-        role: Literal["target-chain", "target-tree"] = "target-chain" if chain else "target-tree"
+        role: Literal["target-native", "target-chain", "target-tree"] = "target-tree"
+        if self.native:
+            role = "target-native"
+        elif exact and "target-chain" in manifest.graphs:
+            role = "target-chain"
         if self._loaded is None or self._loaded[0] != role:
             self._loaded = None  # its memory is given back before the other graph is loaded
-            if manifest.precision != "fp32" and resolve_provider(self._settings.provider) == "CPUExecutionProvider":
+            if (
+                manifest.precision != "fp32"
+                and role != "target-native"
+                and resolve_provider(self._settings.provider) == "CPUExecutionProvider"
+            ):
                 require_sound_kernel({"int4": 4, "int8": 8}[manifest.precision])
-            session = open_packed(self._bundle, role, self._settings)
+            if role == "target-native":
+                session = native_ops.open_native(self._bundle.graph(role), self._settings)
+            else:
+                session = open_packed(self._bundle, role, self._settings)
             target = OrtTarget(session, shape=manifest.shape, tap_width=manifest.tap_width)
             self._loaded = (role, Engine(target=target, proposer=self._open_proposer()))
         return self._loaded[1]

@@ -14,6 +14,8 @@ from pathlib import Path
 import onnxruntime as ort
 
 from elsi_edge.errors import ProviderError, UsageError
+from elsi_edge.runtime.options import SessionSettings
+from elsi_edge.runtime.ort import open_graph, session_options
 
 DOMAIN = "elsi.edge"
 LIBRARY = "libelsi_edge_ops.so"  # as setup.py names it
@@ -62,6 +64,13 @@ def register(options: ort.SessionOptions) -> None:
         options.register_custom_ops_library(str(path))
     except Exception as error:  # ONNX Runtime raises several unrelated types
         raise ProviderError(f"ONNX Runtime {ort.__version__} refuses {path}: {str(error).splitlines()[0]}") from error
+
+
+def open_native(path: Path, settings: SessionSettings) -> ort.InferenceSession:
+    """Open a graph that names the operators. Raises as `register` and `elsi_edge.runtime.ort.open_graph` do."""
+    options = session_options(settings)
+    register(options)
+    return open_graph(path, options, settings)
 
 
 @contextlib.contextmanager

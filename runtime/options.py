@@ -21,6 +21,7 @@ class SessionSettings:
 
     threads: int = 0  # of ONNX Runtime's pool; 0 = as many as this process may use
     provider: str = "cpu"  # execution provider, short or full name
+    native: bool = True  # run the native operators where the bundle names them and the library is there
     tuning: bool = True  # use the tuning file beside the bundle, where one is meant for this machine
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from elsi_edge.artifacts import Precision
 from elsi_edge.errors import BundleError, UsageError
+from elsi_edge.runtime.native_ops import EXACT_ROWS
 from elsi_edge.runtime.options import PROPOSALS, GenerateOptions, Proposal
 from elsi_edge.runtime.pace import Clock, FixedPace, LivePace, Pace
 from elsi_edge.runtime.price import typical
@@ -16,6 +17,7 @@ Mode = Literal["plain", "chain", "tree"]
 # Until the device is measured: nodes a round at most. How many it takes depends on typical prices.
 DEFAULT_DRAFT_NODES: Mapping[Precision, int] = {"fp32": 8, "int8": 4, "int4": 4}
 DEFAULT_SPEEDUP = 1.1  # over plain decoding, until it is known
+EXACT_TREE_NODES = EXACT_ROWS - 1  # of the native operators
 EXACT_CHAIN_NODES = 15  # int4 and int8 kernels give the same bits for 1 to 16 rows
 
 
@@ -38,9 +40,16 @@ class Policy:
 
 
 def decide(
-    options: GenerateOptions, *, precision: Precision, sources: tuple[Proposal, ...], tuning: Tuning | None
+    options: GenerateOptions,
+    *,
+    precision: Precision,
+    sources: tuple[Proposal, ...],
+    tuning: Tuning | None,
+    exact_trees: bool = False,
 ) -> Policy:
     """The policy for one call on a bundle with these sources of candidates.
+
+    With `exact_trees` (the native operators) a row's bits are its own in trees of up to EXACT_TREE_NODES nodes.
 
     Raises BundleError for a source that is not there, UsageError for what exact mode cannot hold.
     """
@@ -50,7 +59,7 @@ def decide(
     proposals = _proposals(options, sources, tuning)
     if not proposals:
         return plain
-    exact = options.exact and precision != "fp32"
+    exact = options.exact and precision != "fp32" and not exact_trees
     choice = tuning.choice if tuning is not None and (options.exact or precision == "fp32") else None
     if choice is not None and choice.mode == "plain" and options.draft_nodes is None:
         return plain
@@ -62,6 +71,11 @@ def decide(
         budget = min(budget, rows - 1) if exact else budget
     if budget == 0:
         return plain
+    if exact_trees and options.exact and budget > EXACT_TREE_NODES:
+        raise UsageError(
+            f"--draft-nodes is {budget}, exact mode at {precision} was tested for at most {EXACT_TREE_NODES}; "
+            "use fewer, or --no-exact"
+        )
     if exact:
         _require_exact(options, precision, budget, rows, measured=tuning is not None)
     shape = options.shape

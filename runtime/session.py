@@ -107,10 +107,12 @@ class Session:
         has_ngrams: bool = False,
         tuning: Tuning | None = None,
         warnings: tuple[str, ...] = (),
+        exact_trees: bool = False,
     ) -> None:
         self.codec, self.precision, self.context = codec, precision, context
         self.settings, self.has_draft = settings, has_draft
         self.tuning, self.warnings = tuning, warnings
+        self.exact_trees = exact_trees  # every row has bits of its own, whatever the tree and precision
         there = {"draft": has_draft, "ngram": has_ngrams}
         self._sources = tuple(name for name in PROPOSALS if there[name])
         self._engines = engines  # exact? -> engine
@@ -125,9 +127,10 @@ class Session:
         resolve_provider(settings.provider)
         loaded = Bundle.load(Path(bundle))
         tuning, warning = find_tuning(loaded.directory, settings) if settings.tuning else (None, "")
+        engines = BundleEngines(loaded, settings, tuning)
         return cls(
             codec=TextCodec.open(loaded.directory),
-            engines=BundleEngines(loaded, settings, tuning),
+            engines=engines,
             precision=loaded.manifest.precision,
             context=loaded.manifest.context,
             settings=settings,
@@ -135,6 +138,7 @@ class Session:
             has_ngrams=True,
             tuning=tuning,
             warnings=(warning,) if warning else (),
+            exact_trees=engines.native,
         )
 
     def generate(self, prompt: str | Sequence[Message], options: GenerateOptions | None = None) -> GenerationResult:
@@ -183,7 +187,13 @@ class Session:
 
     def policy(self, options: GenerateOptions) -> Policy:
         """How such a call drafts on this bundle. Raises UsageError, BundleError for what cannot be had."""
-        return decide(options, precision=self.precision, sources=self._sources, tuning=self.tuning)
+        return decide(
+            options,
+            precision=self.precision,
+            sources=self._sources,
+            tuning=self.tuning,
+            exact_trees=self.exact_trees,
+        )
 
     def engine(self, *, exact: bool) -> Engine:
         """The loaded target and proposer of a mode, loading them if need be: to run the loop with another proposer."""
@@ -289,6 +299,6 @@ class Session:
             return True, "plain decoding"
         if self.precision == "fp32":
             return True, "the same tokens as plain decoding (fp32: logits differ by rounding only)"
-        if options.exact:
+        if options.exact or self.exact_trees:
             return True, "bit-identical to plain decoding"
         return False, "equal to plain decoding up to kernel noise"

@@ -51,25 +51,29 @@ class Target(Protocol):
 
 
 class OrtTarget:
-    """A target graph in the tree or the chain form (see `elsi_edge.export.surgery`), batch 1."""
+    """A target graph in the tree, chain or native form (see `elsi_edge.export`: surgery, native_graph), batch 1."""
 
     def __init__(self, session: ort.InferenceSession, *, shape: ModelShape, tap_width: int) -> None:
         graph = BoundGraph(session)
         blocks = sum(name.startswith("past_key_values.") and name.endswith(".key") for name in graph.inputs)
-        if blocks != shape.blocks or "seqlens_k" not in graph.inputs:
+        if blocks != shape.blocks or not {"seqlens_k", "cached"} & set(graph.inputs):
             raise BundleError(
                 f"the target graph has caches for {blocks} blocks, the manifest says {shape.blocks}; export again"
             )
         self.cache = KvCache(blocks=blocks, kv_heads=shape.kv_heads, head_width=shape.head_width)
-        self.is_tree = "attention_bias" in graph.inputs
+        self._native = "parents" in graph.inputs  # its attention takes parents, and sums in path order
+        self.is_tree = self._native or "attention_bias" in graph.inputs
         self.vocab_size, self.tap_width = shape.vocab_size, tap_width
         # The chain form's attention sees one more row than the matrices do, and writes it beyond the end.
         self._extra = 0 if self.is_tree else 1
         self._graph, self._scratch = graph, Scratch()
         self._seqlens = np.zeros(1, np.int32)
         self._total = np.zeros((), np.int32)
-        graph.bind_input("seqlens_k", self._seqlens)
-        graph.bind_input("total_sequence_length", self._total)
+        if self._native:
+            graph.bind_input("cached", self._seqlens)
+        else:
+            graph.bind_input("seqlens_k", self._seqlens)
+            graph.bind_input("total_sequence_length", self._total)
 
     @property
     def length(self) -> int:
@@ -109,8 +113,8 @@ class OrtTarget:
         if not self.is_tree and not tree.is_chain:
             raise ValueError("this target graph has the chain form; it cannot verify a tree")
         self._graph.reserve(self.cache, cached + rows + self._extra)
-        self._seqlens[0] = self._total[...] = cached + rows + self._extra
-        self._seqlens[0] -= 1
+        self._total[...] = cached + rows + self._extra
+        self._seqlens[0] = cached if self._native else cached + rows + self._extra - 1
         ids = self._scratch.array("ids", (1, rows), np.int64)
         ids[0, 0], ids[0, 1:] = root, tree.tokens
         wanted = self._scratch.array("rows", (len(logit_rows),), np.int64)
@@ -122,7 +126,11 @@ class OrtTarget:
         self._graph.use("logits", logits)
         if self.tap_width:
             self._graph.use("taps", taps)
-        if self.is_tree:
+        if self._native:
+            parents = self._scratch.array("parents", (rows,), np.int64)
+            parents[0], parents[1:] = -1, tree.parents + 1  # rows: the root is row 0
+            self._graph.use("parents", parents)
+        elif self.is_tree:
             self._bind_tree(tree, rows, cached)
         self._graph.run()
         return TargetStep(logits=logits[0], taps=taps[0])

@@ -600,8 +600,7 @@ def test_memory_is_what_the_formula_says(blocks: int, width: int, reservoir: int
             linear_cka(sample.states[:, np.sort(sample.order[: reservoir // 2])])
             found = Sets(sample.states, sample.order, blocks)
             found.gains()
-            show_pairs(found)
-            close = show_triples(found).close
+            close = show_triples(found, show_pairs(found).search.best).close
             wins(found, close, np.array([prompt for prompt, _ in sample.where]), seed=0)
             choosing = tracemalloc.get_traced_memory()[1]
             del found, sample

@@ -106,7 +106,8 @@ def test_large_pools_are_extended_from_smaller_sets(monkeypatch: pytest.MonkeyPa
 
 def test_shown_pairs_and_triples_are_what_full_search_finds() -> None:
     sets = sets_of(random_rows(8, rows=400))
-    pair, triple = search.show_pairs(sets).search, search.show_triples(sets).search
+    pair = search.show_pairs(sets).search
+    triple = search.show_triples(sets, pair.best).search
     assert pair.best == max(itertools.combinations(range(1, 9), 2), key=sets.full)
     assert sets.full(triple.best) >= sets.full(max(itertools.combinations(range(1, 9), 3), key=sets.full)) - 0.02
     assert (pair.m, triple.m, pair.total, triple.total) == (2, 3, 28, 56)
@@ -217,5 +218,5 @@ def test_a_model_of_one_block_has_no_pairs_and_of_two_no_triples() -> None:
     assert search.pairs_of(1) == [] and search.pairs_of(2) == [(1, 2)]
     pair = search.show_pairs(sets_of(random_rows(2))).search
     assert (pair.greedy, pair.best, pair.total, pair.compared) == ((1, 2), (1, 2), 1, 1)
-    triple = search.show_triples(sets_of(random_rows(3))).search
+    triple = search.show_triples(sets_of(random_rows(3)), (1, 3)).search
     assert triple.best == (1, 2, 3)

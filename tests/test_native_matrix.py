@@ -45,6 +45,7 @@ def session(graph: bytes, threads: int = 1) -> ort.InferenceSession:
     """A session with the native operators."""
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
+    options.enable_cpu_mem_arena = False  # so that a sanitizer sees the ends of tensors
     native_ops.register(options)
     return ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
@@ -219,3 +220,41 @@ def test_missing_attributes_and_wrong_tensors_are_refused() -> None:
 def test_a_path_nobody_knows() -> None:
     with pytest.raises(Exception, match="cannot run here; those that can"), native_ops.forced_path("sse17"):
         pass
+
+
+def gated(inputs: int, columns: int, bits: int, tensors: Sequence[Any]) -> bytes:
+    """A graph of one GatedBlocks node over (gate, its scales, up, its scales)."""
+    sizes = {"K": inputs, "N": columns, "bits": bits, "block_size": 32}
+    names = ["gw", "gs", "uw", "us"]
+    node = helper.make_node("GatedBlocks", ["x", *names], ["y"], domain=native_ops.DOMAIN, **sizes)
+    graph = helper.make_graph(
+        [node],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["T", inputs])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(tensor, name) for tensor, name in zip(tensors, names, strict=True)],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(native_ops.DOMAIN, 1)]
+    return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
+
+
+@pytest.mark.parametrize("path", REPORT.paths)
+@pytest.mark.parametrize(("inputs", "columns", "bits"), ((96, 64, 4), (70, 43, 8), (320, 500, 4)))
+def test_gated_products(inputs: int, columns: int, bits: int, path: str) -> None:
+    """SiLU of one product times the other, from the two products' own bits; a row's own bits in any company."""
+    parts = [weights(columns, inputs, bits, seed) for seed in (3, 4)]
+    rows = rows_of(29, inputs)
+    rows[2] *= 1e4  # far out on both sides of the sigmoid
+    with native_ops.forced_path(path):
+        run = session(gated(inputs, columns, bits, [*parts[0], *parts[1]]), 2)
+        gate, up = (
+            session(model(inputs, columns, bits, *part)).run(None, {"x": rows})[0].astype(np.float64) for part in parts
+        )
+    with np.errstate(over="ignore"):
+        wanted = gate / (1 + np.exp(-gate)) * up
+    got = run.run(None, {"x": rows})[0]
+    assert np.abs(got - wanted).max() <= 1e-6 * np.abs(wanted).max()
+    close = np.abs(got - wanted) <= 1e-6 * np.abs(wanted) + 1e-30
+    assert close.all()
+    for count in (1, 2, 12, 13, 29):
+        assert np.array_equal(run.run(None, {"x": rows[:count]})[0].view(np.uint32), got[:count].view(np.uint32))

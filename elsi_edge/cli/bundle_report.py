@@ -5,25 +5,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from elsi_edge.bundle import BundleManifest
 
-_DRAFT = ("draft.", "projection.", "draft_to_target_ids.")
-_TEXT = ("tokenizer.json", "text.json")
-
 
 def components(manifest: "BundleManifest") -> dict[str, int]:
-    """Bytes of a bundle's files by component, the manifest left out; components without files are not named."""
-    sizes: dict[str, int] = {}
-    for name, entry in manifest.files.items():
-        if name.startswith(_DRAFT):
-            part = "draft"
-        elif name in _TEXT:
-            part = "tokenizer"
-        elif name.startswith("target"):
-            part = "target graphs" if name.endswith(".onnx") else "target weights"
-        else:
-            part = "other"
-        sizes[part] = sizes.get(part, 0) + entry.bytes
-    order = ("target weights", "target graphs", "draft", "tokenizer", "other")
-    return {part: sizes[part] for part in order if part in sizes}
+    """Bytes of a bundle's files by component, the manifest left out."""
+    from elsi_edge import bundle
+
+    return bundle.components(manifest.files)
 
 
 def size_lines(manifest: "BundleManifest") -> list[str]:

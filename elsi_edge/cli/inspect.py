@@ -106,10 +106,16 @@ def _bundle(directory: Path) -> dict[str, Any]:
         "kv_cache_bytes_per_token": manifest.shape.kv_bytes_per_token(),
         "plain_only": manifest.plain_only,
         "taps": None if selection is None else selection.taps,
+        "tap_convention": manifest.tap_convention,
         "selection": None if selection is None else _selection_values(selection),
         "draft": None
         if draft is None
-        else {"draft_vocab_size": draft.draft_vocab_size, "vocab_coverage": draft.vocab_coverage, "head": draft.head},
+        else {
+            "draft_vocab_size": draft.draft_vocab_size,
+            "vocab_coverage": draft.vocab_coverage,
+            "draft_to_target_sha256": draft.draft_to_target_sha256,
+            "head": draft.head,
+        },
         "graphs": dict(manifest.graphs),
         "bytes": sum(sizes.values()),
         "components": sizes,
@@ -117,6 +123,8 @@ def _bundle(directory: Path) -> dict[str, Any]:
         "parity": dict(manifest.parity),
         "shape": _shape_values(manifest.shape),
         "target_fingerprint": manifest.target_fingerprint,
+        "tokenizer_sha256": manifest.tokenizer_sha256,
+        "template_sha256": manifest.template_sha256,
         "created_by": manifest.created_by,
         "format_version": manifest.format_version,
         "next": f"elsi-edge bench {place}" if draft is not None else f"elsi-edge generate {place} 'Hello' --plain",

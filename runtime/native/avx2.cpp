@@ -7,8 +7,8 @@
 
 #include "path.h"
 
-#define ELSI_256 __attribute__((target("avx2")))
-#define ELSI_256_INLINE __attribute__((target("avx2"), always_inline)) inline
+#define ELSI_256 __attribute__((target("avx2,fma")))
+#define ELSI_256_INLINE __attribute__((target("avx2,fma"), always_inline)) inline
 
 namespace elsi {
 namespace {
@@ -59,7 +59,7 @@ ELSI_256 void pass(const uint8_t* data, size_t all_rows, size_t first_row, size_
     }
     const size_t left = columns.columns - group * kColumns, width = left < kColumns ? left : kColumns;
     for (int r = 0; r < kRows; ++r)
-      std::memcpy(columns.out + (first_row + r) * columns.stride + group * kColumns, sums[r], width * sizeof(float));
+      std::memcpy(columns.out + (first_row + r) * columns.stride + (group - columns.first_group) * kColumns, sums[r], width * sizeof(float));
   }
 }
 
@@ -70,6 +70,7 @@ void multiply(const QuantisedRows& rows, const Columns& columns) {
     Columns one = columns;
     one.first_group = group;
     one.last_group = group + 1;
+    one.out += (group - columns.first_group) * kColumns;
     for (size_t row = 0; row < rows.count; row += kPassRows) switch (rows.count - row) {
         case 1: pass<1, kBits>(rows.data, rows.count, row, rows.blocks, one); break;
         case 2: pass<2, kBits>(rows.data, rows.count, row, rows.blocks, one); break;
@@ -79,11 +80,63 @@ void multiply(const QuantisedRows& rows, const Columns& columns) {
   }
 }
 
-bool usable() { return __builtin_cpu_supports("avx2"); }
+struct V16 {
+  __m256 low, high;
+  ELSI_256_INLINE static V16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+  ELSI_256_INLINE void store(float* p) const {
+    _mm256_storeu_ps(p, low);
+    _mm256_storeu_ps(p + 8, high);
+  }
+  ELSI_256_INLINE static V16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+  ELSI_256_INLINE static V16 add(V16 a, V16 b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+  ELSI_256_INLINE static V16 sub(V16 a, V16 b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+  ELSI_256_INLINE static V16 mul(V16 a, V16 b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+  ELSI_256_INLINE static V16 div(V16 a, V16 b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
+  ELSI_256_INLINE static V16 fma(V16 a, V16 b, V16 c) { return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)}; }
+  ELSI_256_INLINE static V16 max(V16 a, V16 b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+  ELSI_256_INLINE static V16 rint(V16 a) {
+    return {_mm256_round_ps(a.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), _mm256_round_ps(a.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+  }
+  ELSI_256_INLINE static V16 scale2(V16 a, V16 n) { return {scale2(a.low, n.low), scale2(a.high, n.high)}; }
+  // Sums within lanes of 4: out[4 * lane + i] is that of the i-th argument.
+  ELSI_256_INLINE static V16 sum4(V16 a, V16 b, V16 c, V16 d) {
+    return {sum4(a.low, b.low, c.low, d.low), sum4(a.high, b.high, c.high, d.high)};
+  }
+  // The four lanes of each argument added up: the sums of 16 vectors in their order.
+  ELSI_256_INLINE static V16 sum16(V16 a, V16 b, V16 c, V16 d) {
+    return {_mm256_set_m128(lanes(b), lanes(a)), _mm256_set_m128(lanes(d), lanes(c))};
+  }
+
+ private:
+  ELSI_256_INLINE static __m256 power(__m256 n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+  }
+  ELSI_256_INLINE static __m256 scale2(__m256 a, __m256 n) {  // in two steps, as 2^n alone may be below the least float
+    const __m256 tiny = _mm256_cmp_ps(n, _mm256_set1_ps(-126.0f), _CMP_LT_OQ);
+    const __m256 by = power(_mm256_add_ps(n, _mm256_and_ps(tiny, _mm256_set1_ps(64.0f))));
+    return _mm256_mul_ps(_mm256_mul_ps(by, a), _mm256_blendv_ps(_mm256_set1_ps(1.0f), _mm256_set1_ps(0x1p-64f), tiny));
+  }
+  ELSI_256_INLINE static __m256 sum4(__m256 a, __m256 b, __m256 c, __m256 d) {
+    const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    const __m256d x = _mm256_castps_pd(ab), y = _mm256_castps_pd(cd);
+    return _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(x, y)), _mm256_castpd_ps(_mm256_unpackhi_pd(x, y)));
+  }
+  ELSI_256_INLINE static __m128 lanes(V16 a) {
+    return _mm_add_ps(_mm_add_ps(_mm256_castps256_ps128(a.low), _mm256_extractf128_ps(a.low, 1)),
+                      _mm_add_ps(_mm256_castps256_ps128(a.high), _mm256_extractf128_ps(a.high, 1)));
+  }
+};
+
+#define ELSI_PATH ELSI_256
+#define ELSI_PATH_INLINE ELSI_256_INLINE
+#include "attention_body.h"
+
+bool usable() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 }  // namespace
 
-const Path kAvx2 = {"avx2", usable, kPortable.quantise, multiply<4>, multiply<8>};
+const Path kAvx2 = {"avx2", usable, kPortable.quantise, multiply<4>, multiply<8>, attend, gate, merge};
 
 }  // namespace elsi
 #endif

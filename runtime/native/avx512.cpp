@@ -60,7 +60,7 @@ ELSI_512 void pass(const QuantisedRows& rows, const Columns& columns) {
     const size_t left = columns.columns - group * kColumns;
     const __mmask16 mask = left >= kColumns ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
 #pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) _mm512_mask_storeu_ps(columns.out + r * columns.stride + group * kColumns, mask, sums[r]);
+    for (int r = 0; r < kRows; ++r) _mm512_mask_storeu_ps(columns.out + r * columns.stride + (group - columns.first_group) * kColumns, mask, sums[r]);
   }
 }
 
@@ -104,6 +104,38 @@ ELSI_512 void quantise(const float* x, size_t k, int zero, uint8_t* chunk, size_
   }
 }
 
+struct V16 {
+  __m512 v;
+  ELSI_512_INLINE static V16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  ELSI_512_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
+  ELSI_512_INLINE static V16 set1(float x) { return {_mm512_set1_ps(x)}; }
+  ELSI_512_INLINE static V16 add(V16 a, V16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+  ELSI_512_INLINE static V16 sub(V16 a, V16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+  ELSI_512_INLINE static V16 mul(V16 a, V16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+  ELSI_512_INLINE static V16 div(V16 a, V16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+  ELSI_512_INLINE static V16 fma(V16 a, V16 b, V16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+  ELSI_512_INLINE static V16 max(V16 a, V16 b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where one is NaN
+  ELSI_512_INLINE static V16 rint(V16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+  ELSI_512_INLINE static V16 scale2(V16 a, V16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+  // Sums within lanes of 4: out[4 * lane + i] is that of the i-th argument.
+  ELSI_512_INLINE static V16 sum4(V16 a, V16 b, V16 c, V16 d) {
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c.v, d.v), _mm512_unpackhi_ps(c.v, d.v));
+    const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+    return {_mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)))};
+  }
+  // The four lanes of each argument added up: the sums of 16 vectors in their order.
+  ELSI_512_INLINE static V16 sum16(V16 a, V16 b, V16 c, V16 d) {
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a.v, b.v, 0x88), _mm512_shuffle_f32x4(a.v, b.v, 0xdd));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c.v, d.v, 0x88), _mm512_shuffle_f32x4(c.v, d.v, 0xdd));
+    return {_mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd))};
+  }
+};
+
+#define ELSI_PATH ELSI_512
+#define ELSI_PATH_INLINE ELSI_512_INLINE
+#include "attention_body.h"
+
 bool usable() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
@@ -111,7 +143,7 @@ bool usable() {
 
 }  // namespace
 
-const Path kAvx512Vnni = {"avx512vnni", usable, quantise, multiply<4>, multiply<8>};
+const Path kAvx512Vnni = {"avx512vnni", usable, quantise, multiply<4>, multiply<8>, attend, gate, merge};
 
 }  // namespace elsi
 #endif

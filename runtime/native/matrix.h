@@ -29,7 +29,7 @@ class PackedMatrix {
   size_t group_bytes() const { return blocks() * record_bytes(bits_); }
   int zero() const { return bits_ == 4 ? 8 : 128; }
 
-  // Rows of one chunk times columns of groups first..last-1; out [R, stride] starts at column 0 of the chunk's rows.
+  // Rows of one chunk times columns of groups first..last-1; out [R, stride] starts at column 16 * first.
   void multiply(const Path& path, const QuantisedRows& rows, size_t first, size_t last, float* out, size_t stride) const;
 
  private:

@@ -8,7 +8,9 @@
 namespace elsi {
 
 const Op& matmul_blocks();
+const Op& gated_blocks();
+const Op& tree_attention();
 
-inline std::vector<const Op*> operators() { return {&matmul_blocks()}; }
+inline std::vector<const Op*> operators() { return {&matmul_blocks(), &gated_blocks(), &tree_attention()}; }
 
 }  // namespace elsi

@@ -1,8 +1,10 @@
 // The inner loops that exist once per instruction set, behind one table; which is chosen when a kernel is made.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace elsi {
@@ -28,8 +30,33 @@ struct Columns {
   const uint8_t* weights;  // [group][block] records: 16 scales, then the values (see matmul.h)
   size_t first_group, last_group;
   size_t columns;  // N, may end within the last group
-  float* out;      // [R, stride]
+  float* out;      // [R, stride], from the first group's first column on
   size_t stride;
+};
+
+constexpr size_t kTile = 16;      // positions scored together
+constexpr size_t kSpan = 128;     // positions whose softmax is taken together; spans start at multiples of it
+constexpr size_t kMostHead = 256;  // of a head, a multiple of 16
+
+// One attention call, past the rotation: T new rows behind S cached ones. Positions are a row's own: 0..S-1 the cache,
+// then its ancestors among the new rows, then itself. All floats.
+struct AttentionCall {
+  size_t heads, kv_heads, width, capacity;  // Hq, H, D, C
+  size_t cached;                            // S
+  float softcap;                            // 0: none
+  const float* queries;                     // [T, Hq, D], rotated and scaled
+  const float* keys;                        // [H, C, D]
+  const float* values;                      // [H, C, D]
+  const size_t* ends;                       // [T] positions that a row sees: S + depth + 1
+  const size_t* starts;                     // [T] first position it sees, above 0 under a sliding window
+  const int32_t* const* paths;              // [T] slots of positions S, S + 1, ..., ends - 1
+
+  size_t group() const { return heads / kv_heads; }
+  size_t state() const { return width + kTile; }  // floats: D weighted sums, the largest score, the sum of weights
+  size_t slot(size_t row, size_t position) const {
+    return position < cached ? position : static_cast<size_t>(paths[row][position - cached]);
+  }
+  bool sees(size_t row, size_t span) const { return starts[row] < (span + 1) * kSpan && ends[row] > span * kSpan; }
 };
 
 struct Path {
@@ -39,7 +66,16 @@ struct Path {
   void (*quantise)(const float* x, size_t k, int zero, uint8_t* chunk, size_t row, size_t rows);
   void (*multiply4)(const QuantisedRows& rows, const Columns& columns);
   void (*multiply8)(const QuantisedRows& rows, const Columns& columns);
+  // Softmax sums of rows first..last-1 over one span, for the query heads of one kv head. states [rows, group, state];
+  // those of rows that do not see the span are not written. scratch: floats, attention_scratch(call, rows) of them.
+  void (*attend)(const AttentionCall& call, size_t kv_head, size_t first, size_t last, size_t span, float* states, float* scratch);
+  void (*gate)(float* gate, const float* up);  // 16 values: gate = gate / (1 + e^-gate) * up
+  void (*merge)(float* state, const float* later, size_t width);  // state of two runs of positions, in their order
 };
+
+inline size_t attention_scratch(const AttentionCall& call, size_t rows) {
+  return rows * call.group() * kSpan;
+}
 
 const std::vector<const Path*>& paths();  // compiled in, best first, the portable one last
 const Path& chosen_path();

@@ -1,6 +1,6 @@
 """What verifying costs with the native graph, paired with the stock one: ms by rows, in turns, cache in place.
 
-    python -m tests.figures.native_cost BUNDLE --native GRAPH [--past 256] [--seconds 40] [--rows 1 2 4 8] [--role chain]
+    python -m tests.figures.native_cost BUNDLE --native GRAPH [--past 256] [--seconds 40] [--rows 1 2 4 8]
 
 GRAPH is what `elsi_edge.export.native_graph` wrote, beside the bundle's weights or a link to them.
 """

@@ -69,7 +69,9 @@ def main() -> None:
     parser.add_argument("--peak", type=Path, help="what native_peak printed")
     options = parser.parse_args()
     widths = SHAPES[options.shape]
-    runs = {name: opened(widths, options.bits, options.threads, native=name == "native") for name in ("stock", "native")}
+    runs = {
+        name: opened(widths, options.bits, options.threads, native=name == "native") for name in ("stock", "native")
+    }
     draw = np.random.default_rng(1)
     feeds = {
         rows: {f"x{k}": draw.standard_normal((rows, k)).astype(np.float32) for k in {k for k, _ in widths}}

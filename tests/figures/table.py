@@ -48,7 +48,7 @@ RULES = (
     Rule(name="low-entropy m=1", taps="1", seeds=3),
     Rule(name="elsi m=3", taps="18,27,29"),
     Rule(name="eagle2", taps="final-norm"),
-    Rule(name="elsi-c m=3", taps="7,18,29"),
+    Rule(name="elsi-c m=3", taps="5,27,29"),
     Rule(name="elsi m=2", taps="7,29"),
     Rule(name="low-entropy m=3", taps="1,2,30"),
     Rule(name="probe m=1", taps="28"),

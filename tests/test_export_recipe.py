@@ -1,0 +1,148 @@
+"""Recipes: what they say, what they refuse, and that the graph does what they say; the three roundings."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from elsi_edge.bundle import Bundle
+from elsi_edge.errors import ConfigError, UsageError
+from elsi_edge.export.pipeline import ExportSettings, export_bundle
+from elsi_edge.export.recipe import Recipe, make_recipe, matrix_name
+from elsi_edge.export.rounding import BLOCK, quantise
+from elsi_edge.models import resolve
+from tests.cli_run import Run
+from tests.conftest import TinyModel
+
+
+def dequantised(weight: np.ndarray[Any, Any], bits: int, rounding: str, hessian: Any = None) -> np.ndarray[Any, Any]:
+    packed, scales = quantise(weight, bits, rounding, hessian)  # type: ignore[arg-type]
+    levels = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:2], BLOCK) if bits == 4 else packed
+    values = (levels.astype(np.float32) - (1 << (bits - 1))) * scales[..., None]
+    return values.reshape(len(weight), -1)[:, : weight.shape[1]]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("width", [64, 80])
+def test_roundings_stay_near_and_least_squares_is_nearest_in_sum(bits: int, width: int) -> None:
+    weight = np.random.default_rng(0).normal(size=(48, width)).astype(np.float32)
+    weight[5] = 0
+    stock, fitted = (dequantised(weight, bits, name) for name in ("nearest", "least-squares"))
+    errors = [float(np.square(found - weight).mean()) for found in (stock, fitted)]
+    assert errors[0] < (0.1 if bits == 4 else 0.01) ** 1.5
+    assert errors[1] < errors[0]
+    assert not fitted[5].any() and not stock[5].any()
+
+
+def test_compensated_rounding_keeps_the_products_with_correlated_inputs() -> None:
+    draw = np.random.default_rng(1)
+    weight = draw.normal(size=(40, 80)).astype(np.float32)
+    inputs = draw.normal(size=(500, 20)) @ draw.normal(size=(20, 80)) + 0.1 * draw.normal(size=(500, 80))
+    hessian = inputs.T @ inputs / len(inputs)
+
+    def error(found: np.ndarray[Any, Any]) -> float:
+        return float(np.square(inputs @ (found - weight).T).mean())
+
+    fitted = dequantised(weight, 4, "least-squares")
+    compensated = dequantised(weight, 4, "compensated", hessian)
+    assert error(compensated) < 0.5 * error(fitted)
+    with pytest.raises(ValueError, match="Hessian"):
+        quantise(weight, 4, "compensated", hessian[:3])
+
+
+def test_exact_levels_are_found_again() -> None:
+    """Weights that are on a grid already come back as they were, whichever sign its longer side has."""
+    draw = np.random.default_rng(2)
+    levels = draw.integers(-7, 8, (16, 2, BLOCK)).astype(np.float32)
+    levels[:, 0, 0], levels[:, 1, 3] = -8, -8
+    scales = np.array([0.03, -0.05], np.float32)[None, :, None]
+    weight = (levels * scales).reshape(16, -1)
+    for rounding in ("nearest", "least-squares"):
+        np.testing.assert_allclose(dequantised(weight, 4, rounding), weight, atol=1e-6)
+
+
+def test_the_last_pattern_holds_and_the_heads_bits_hold_over_it() -> None:
+    recipe = Recipe(bits=4, lm_head_bits=8, matrices={"*.mlp.*": 8, "layers.1.mlp.down_proj": 32, "lm_*": 4})
+    assert recipe.bits_of("layers.0.attn.o_proj") == 4
+    assert recipe.bits_of("layers.0.mlp.up_proj") == 8
+    assert recipe.bits_of("layers.1.mlp.down_proj") == 32
+    assert recipe.bits_of("lm_head") == 8
+    assert matrix_name("/model/layers.3/mlp/down_proj/MatMul") == "layers.3.mlp.down_proj"
+    assert matrix_name("/lm_head/MatMul") == "lm_head" and matrix_name("/model/x/Add") is None
+
+
+@pytest.mark.parametrize("text", ['{"matrices": {"*.down_proj": 8}, "lm_head_bits": 8}', None])
+def test_a_file_in_json_and_toml(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / ("recipe.toml" if text is None else "recipe.json")
+    file.write_text(text or 'lm_head_bits = 8\n[matrices]\n"*.down_proj" = 8\n')
+    assert make_recipe("int4", file) == Recipe(bits=4, lm_head_bits=8, matrices={"*.down_proj": 8})
+    assert make_recipe("int4", None, 8).lm_head_bits == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bits = 8", "bits is 8, --precision int4 has 4"),
+        ("bits = 5", "bits is 5, it must be one of 4, 8, 32"),
+        ("bits = true", "bits is True"),
+        ('rounding = "best"', "rounding is 'best', it must be one of nearest"),
+        ("lm_head_bit = 8", "unknown key 'lm_head_bit'.*did you mean 'lm_head_bits'"),
+        ("matrices = 8", "matrices must be a table"),
+        ('[matrices]\n"*" = "8"', "must be one of 4, 8, 32"),
+        ("bits = ", "not valid TOML"),
+    ],
+)
+def test_a_recipe_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "r.toml").write_text(text)
+    with pytest.raises(UsageError, match=said):
+        make_recipe("int4", tmp_path / "r.toml")
+
+
+def test_option_against_file_and_a_file_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text("lm_head_bits = 4")
+    with pytest.raises(UsageError, match="--lm-head-bits is 8, .* says lm_head_bits 4"):
+        make_recipe("int4", tmp_path / "r.toml", 8)
+    with pytest.raises(UsageError, match="cannot be read"):
+        make_recipe("int4", tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="lm_head_bits is 16"):
+        make_recipe("int4", None, 16)
+
+
+def test_a_pattern_that_names_nothing() -> None:
+    with pytest.raises(UsageError, match=r"'\*\.dwn_proj' names none of the model's 2 matrices.*layers\.0\.mlp\.down"):
+        Recipe(matrices={"*.dwn_proj": 8}).require_matches(["layers.0.mlp.down_proj", "lm_head"])
+
+
+def test_mixed_bits_reach_the_graph_and_the_manifest(tiny_model: TinyModel, tmp_path: Path) -> None:
+    recipe = Recipe(bits=4, rounding="compensated", lm_head_bits=8, matrices={"layers.0.*": 8, "*.o_proj": 32})
+    export_bundle(
+        resolve(str(tiny_model.model)), tmp_path / "bundle", ExportSettings(precision="int4", recipe=recipe), draft=None
+    )
+    bundle = Bundle.load(tmp_path / "bundle")
+    target = bundle.manifest.quantisation["target"]
+    assert target["rounding"] == "compensated" and target["lm_head_bits"] == 8
+    assert target["matrices"] == {"layers.0.*": 8, "*.o_proj": 32}
+    graph = onnx.load(bundle.graph("target-chain"), load_external_data=False).graph
+    bits: dict[str, int] = {}
+    for node in graph.node:
+        if node.op_type == "MatMulNBits":
+            attributes = {a.name: a.i for a in node.attribute}
+            assert (attributes["block_size"], attributes["accuracy_level"], len(node.input)) == (32, 4, 3)
+            bits[node.name] = attributes["bits"]
+    assert bits["/lm_head/MatMul_Q8"] == 8 and bits["/model/layers.0/mlp/down_proj/MatMul_Q8"] == 8
+    assert bits["/model/layers.1/mlp/down_proj/MatMul_Q4"] == 4
+    assert not any("o_proj" in name for name in bits)
+    assert target["matrices_by_bits"] == {"4": 4, "8": len(bits) - 4, "32": 2}
+    assert bundle.manifest.parity["chain_bit_identical"] is True
+
+
+def test_the_command_line_refuses_before_any_work(run: Run, tiny_model: TinyModel, tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(json.dumps({"bits": 8}))
+    done = run("export", tiny_model.model, "--plain-only", "--recipe", tmp_path / "r.json", "--out", tmp_path / "b")
+    assert done.code == 2 and "--precision int4 has 4" in done.err and not (tmp_path / "b").exists()
+    (tmp_path / "r.json").write_text(json.dumps({"matrices": {"layers.9.*": 8}}))
+    done = run("export", tiny_model.model, "--plain-only", "--recipe", tmp_path / "r.json", "--out", tmp_path / "b")
+    assert done.code == 2 and "'layers.9.*' names none" in done.err and not (tmp_path / "b").exists()
