@@ -36,6 +36,8 @@ setup(
                 "-fno-math-errno",
                 "-fvisibility=hidden",
                 "-g0",
+                "-Wno-maybe-uninitialized",  # GCC 12 warns of its own headers
+                "-Wno-uninitialized",
             ],
             optional=True,
         )

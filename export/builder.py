@@ -9,22 +9,26 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 
 from elsi_edge.artifacts import ModelShape
 from elsi_edge.errors import MissingExtraError, ModelError
 from elsi_edge.export import embedding, quantise, surgery
+from elsi_edge.export.builder_fixes import corrected
 from elsi_edge.export.quantise import Moments
 from elsi_edge.export.recipe import LM_HEAD, Recipe
 from elsi_edge.export.rounding import BLOCK
 
 WEIGHTS_FILE = "target.weights"
 _HEAD_WIDTH = 16  # GroupQueryAttention with rotary embedding refuses anything else
+_ROTARY = ("default", "llama3")  # rules of scaling that were compared with transformers
+_WINDOWED = ("mistral", "phi3")  # whose classes use a sliding_window without being told to
 _ALIGNMENT = 65536  # of large tensors, so that they can be mapped into memory
 
 # Families whose graphs were compared with transformers, block by block, in tests/test_export_families.py.
-SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 
 
 def require_supported(shape: ModelShape) -> None:
@@ -37,6 +41,29 @@ def require_supported(shape: ModelShape) -> None:
         raise ModelError(
             f"the model's heads are {shape.head_width} wide; ONNX Runtime's GroupQueryAttention takes multiples of "
             f"{_HEAD_WIDTH}, so it is not exported"
+        )
+
+
+def require_plain_attention(config: Mapping[str, Any], family: str, context: int) -> None:
+    """Raise ModelError for attention that the graphs would get wrong, from config.json and the context asked for."""
+    window, used = config.get("sliding_window"), config.get("use_sliding_window", family in _WINDOWED)
+    types = config.get("layer_types") or ["sliding_attention"]
+    if isinstance(window, int) and used and "sliding_attention" in types and window < context:
+        raise ModelError(
+            f"the model's blocks see the last {window} tokens only (sliding_window), the context would be {context}; "
+            f"windows are not exported: give --context {window} or less, where they change nothing"
+        )
+    scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in _ROTARY:
+        raise ModelError(
+            f"the model's rotary embedding is scaled by the rule {kind!r}; exported are {' and '.join(_ROTARY)}"
+        )
+    share = config.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0))
+    if share not in (None, 1, 1.0):
+        raise ModelError(
+            f"{family}: only {share:g} of each head is rotated (partial_rotary_factor); ONNX Runtime's attention on "
+            "the CPU rotates whole heads, so it is not exported"
         )
 
 
@@ -78,7 +105,7 @@ def _run_builder(model_dir: Path, out: Path) -> None:
     except ImportError as error:
         raise MissingExtraError("exporting a model", extra="build", module="onnxruntime_genai") from error
     call = ("", str(model_dir), str(out), "fp32", "cpu", str(out / "cache"))
-    with _quiet() as said:
+    with _quiet() as said, corrected():
         try:
             builder.create_model(*call, **builder.parse_extra_options(*call, []))
         except OSError:

@@ -15,7 +15,7 @@ from elsi_edge.export import builder, draft_graph, moments, parity, target
 from elsi_edge.export.quantise import Moments
 from elsi_edge.export.recipe import BITS, Recipe
 from elsi_edge.fsio import require_free
-from elsi_edge.models import SourceModel, read_source
+from elsi_edge.models import SourceModel, read_config, read_source
 from elsi_edge.text import TextCodec
 from elsi_edge.weights import list_tensors
 
@@ -144,15 +144,15 @@ def require_same_target(draft: LoadedDraft, source: SourceModel, codec: TextCode
 def check_request(source: SourceModel, context: int | None) -> int:
     """The context that a bundle would have, tokens; None asks for the model's own. To be called before any long work.
 
-    Raises ModelError for a family that is not exported, UsageError for a context out of range.
+    Raises ModelError for a family or an attention that is not exported, UsageError for a context out of range.
     """
     builder.require_supported(source.shape)
     limit = source.shape.context
-    if context is None:
-        return limit
-    if not 16 <= context <= limit:
+    asked = limit if context is None else context
+    if context is not None and not 16 <= context <= limit:
         raise UsageError(f"--context is {context}, it must be at least 16 and at most the model's {limit}")
-    return context
+    builder.require_plain_attention(read_config(source.directory), source.shape.family, asked)
+    return asked
 
 
 def same_selection_or_explain(

@@ -62,7 +62,9 @@ class BundleEngines:
                 and role != "target-native"
                 and resolve_provider(self._settings.provider) == "CPUExecutionProvider"
             ):
-                require_sound_kernel({"int4": 4, "int8": 8}[manifest.precision])
+                mixed = manifest.quantisation.get("target", {}).get("matrices_by_bits", {})
+                for bits in {int(bits) for bits in mixed} - {32} or {{"int4": 4, "int8": 8}[manifest.precision]}:
+                    require_sound_kernel(bits)
             if role == "target-native":
                 session = native_ops.open_native(self._bundle.graph(role), self._settings)
             else:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from elsi_edge.artifacts import Precision
+from elsi_edge.errors import ModelError
 from elsi_edge.export.builder import SUPPORTED_FAMILIES
 from elsi_edge.export.pipeline import ExportSettings, export_bundle
 from elsi_edge.models import resolve
@@ -30,8 +31,10 @@ COMMON: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": None, "head_dim": 16},
+    "phi3": {"sliding_window": None, "original_max_position_embeddings": 256},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False, "sliding_window": None},
 }
 
 
@@ -66,5 +69,50 @@ def test_family(family: str, precision: Precision, tmp_path: Path) -> None:
     if precision == "fp32":
         assert manifest.parity["top1_agreement"] == 1.0
         assert manifest.parity["divergence_nats"] < 1e-6
+        _compare_every_tap(source.directory, tmp_path / "bundle")
     else:
         assert manifest.parity["chain_bit_identical"] is True
+
+
+def _compare_every_tap(model: Path, bundle: Path) -> None:
+    """Taps 0..L and the state after the final norm against forward hooks: heads may have norms of their own."""
+    import numpy as np
+
+    from elsi_edge.artifacts import FINAL_NORM, LayerSelection
+    from elsi_edge.export.reference import Reference
+    from elsi_edge.runtime.target_runner import open_target_runner
+
+    ids, reference, runner = [5, 7, 120, 44, 201, 9, 88], Reference(model), open_target_runner(bundle, 1)
+    shape = runner.shape
+    for tap in [*range(shape.blocks + 1), FINAL_NORM]:
+        selection = LayerSelection(
+            taps=(shape.blocks if tap == FINAL_NORM else tap,),
+            method="explicit",
+            state="final-norm" if tap == FINAL_NORM else "residual",
+            blocks=shape.blocks,
+            width=shape.width,
+        )
+        want = reference.run(ids, selection)[1]
+        np.testing.assert_allclose(runner.states(ids, [tap]).states[0], want, atol=2e-5 * float(np.abs(want).max()))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("mistral", {"sliding_window": 16}, r"last 16 tokens only .* the context would be 256; .*--context 16"),
+        ("phi3", {"sliding_window": 64}, r"last 64 tokens only"),
+        ("phi3", {"head_dim": 32, "partial_rotary_factor": 0.75}, r"only 0\.75 of each head is rotated"),
+        (
+            "qwen2",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+            r"scaled by the rule 'yarn'",
+        ),
+    ],
+)
+def test_attention_that_would_be_wrong_is_refused_at_once(
+    family: str, changes: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elsi_edge.export.builder.build_base_graph", lambda *_, **__: pytest.fail("work was begun"))
+    source = resolve(str(family_model(tmp_path / "model", family, **changes)))
+    with pytest.raises(ModelError, match=said):
+        export_bundle(source, tmp_path / "bundle", ExportSettings(precision="fp32"), draft=None)

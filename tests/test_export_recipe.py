@@ -103,7 +103,7 @@ def test_a_recipe_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> N
 
 def test_option_against_file_and_a_file_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text("lm_head_bits = 4")
-    with pytest.raises(UsageError, match="--lm-head-bits is 8, .* says lm_head_bits 4"):
+    with pytest.raises(UsageError, match=r"--lm-head-bits is 8, .* says lm_head_bits 4"):
         make_recipe("int4", tmp_path / "r.toml", 8)
     with pytest.raises(UsageError, match="cannot be read"):
         make_recipe("int4", tmp_path / "none.toml")

@@ -1,5 +1,9 @@
 """Finding and loading the native library, and graphs that name its operators."""
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +21,7 @@ from elsi_edge.runtime.target import OrtTarget
 from elsi_edge.runtime.tree import Tree
 from tests.test_export import MakeBundle
 
+ROOT = Path(__file__).parents[1]
 REPORT = native_ops.report()
 needs_library = pytest.mark.skipif(not REPORT.available, reason=REPORT.why_not)
 
@@ -51,6 +56,20 @@ def test_report() -> None:
     with native_ops.forced_path("portable"):
         assert native_ops.report().path == "portable"
     assert native_ops.report().path == REPORT.path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["", "/nowhere/c++"])
+def test_a_build_with_and_without_a_compiler(tmp_path: Path, compiler: str) -> None:
+    """Both end well; only the first leaves a library."""
+    if not compiler and shutil.which("g++") is None:
+        pytest.skip("no g++")
+    places = ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
+    environment = os.environ | ({"CC": compiler, "CXX": compiler} if compiler else {})
+    command = [sys.executable, "setup.py", "-q", "build_ext", *places]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "lib/elsi_edge/runtime" / native_ops.LIBRARY).is_file() == (not compiler)
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8"])

@@ -2,7 +2,6 @@
 // macros ELSI_PATH (target attribute) and ELSI_PATH_INLINE are defined. Every row goes through the same operations in
 // the same order whatever is beside it: keys in tiles of 16 positions, spans of 128, positions its own.
 
-
 // e^x, x <= 0: 2^n * p(r), |r| <= ln(2) / 2, relative error below 2e-7; e^0 is 1, and below -104 it is 0.
 ELSI_PATH_INLINE V16 exponential(V16 x) {
   x = V16::max(V16::set1(-110.0f), x);
@@ -22,7 +21,8 @@ ELSI_PATH_INLINE V16 exponential(V16 x) {
 // SiLU of one vector times another. The sigmoid is e^min(x, 0) / (1 + e^-|x|): nothing overflows.
 ELSI_PATH void gate(float* gate, const float* up) {
   const V16 x = V16::load(gate), zero = V16::set1(0.0f), minus = V16::sub(zero, x);
-  const V16 over = exponential(V16::sub(zero, V16::max(zero, minus)));  // a NaN passes: max takes its second argument then
+  const V16 over =
+      exponential(V16::sub(zero, V16::max(zero, minus)));  // a NaN passes: max takes its second argument then
   const V16 under = V16::add(V16::set1(1.0f), exponential(V16::sub(zero, V16::max(x, minus))));
   V16::mul(V16::mul(x, V16::div(over, under)), V16::load(up)).store(gate);
 }
@@ -62,13 +62,15 @@ ELSI_PATH void scores(const float* const* keys, const float* queries, size_t wid
     for (int q = 0; q < kQueries; ++q) quads[q][quad] = V16::sum4(parts[q][0], parts[q][1], parts[q][2], parts[q][3]);
   }
 #pragma GCC unroll 3
-  for (int q = 0; q < kQueries; ++q) V16::sum16(quads[q][0], quads[q][1], quads[q][2], quads[q][3]).store(out + q * kSpan);
+  for (int q = 0; q < kQueries; ++q)
+    V16::sum16(quads[q][0], quads[q][1], quads[q][2], quads[q][3]).store(out + q * kSpan);
 }
 
-// state[q] = sum over positions of weight * value, 64 coordinates at a time (fewer at the end), position after position.
+// state[q] = sum over positions of weight * value, 64 coordinates at a time (fewer at the end), position after
+// position.
 template <int kQueries, int kVectors>
-ELSI_PATH void weighted(const AttentionCall& call, size_t row, const float* values, size_t begin, size_t end, const float* weights,
-                        size_t at, float* states) {
+ELSI_PATH void weighted(const AttentionCall& call, size_t row, const float* values, size_t begin, size_t end,
+                        const float* weights, size_t at, float* states) {
   V16 sums[kQueries][kVectors];
 #pragma GCC unroll 3
   for (int q = 0; q < kQueries; ++q)
@@ -91,8 +93,8 @@ ELSI_PATH void weighted(const AttentionCall& call, size_t row, const float* valu
 }
 
 template <int kQueries>
-ELSI_PATH void weighted_all(const AttentionCall& call, size_t row, const float* values, size_t begin, size_t end, const float* weights,
-                            float* states) {
+ELSI_PATH void weighted_all(const AttentionCall& call, size_t row, const float* values, size_t begin, size_t end,
+                            const float* weights, float* states) {
   size_t at = 0;
   for (; at + 64 <= call.width; at += 64) weighted<kQueries, 4>(call, row, values, begin, end, weights, at, states);
   for (; at < call.width; at += 16) weighted<kQueries, 1>(call, row, values, begin, end, weights, at, states);
@@ -130,8 +132,10 @@ ELSI_PATH void softmax(float* row, size_t first, size_t last, float* state, size
 }
 
 // Scores [group, kSpan] of one row at positions tile..tile+15; -infinity where the row does not see one.
-ELSI_PATH void score_tile(const AttentionCall& call, const float* keys, size_t row, size_t head, size_t tile, float* out) {
-  const size_t group = call.group(), width = call.width, left = call.ends[row] - tile, count = left < kTile ? left : kTile;
+ELSI_PATH void score_tile(const AttentionCall& call, const float* keys, size_t row, size_t head, size_t tile,
+                          float* out) {
+  const size_t group = call.group(), width = call.width, left = call.ends[row] - tile,
+               count = left < kTile ? left : kTile;
   const float* rows[kTile];
   for (size_t i = 0; i < kTile; ++i) rows[i] = keys + call.slot(row, i < count ? tile + i : tile) * width;
   const float* query = call.queries + (row * call.heads + head) * width;
@@ -146,7 +150,8 @@ ELSI_PATH void score_tile(const AttentionCall& call, const float* keys, size_t r
         for (q = 0; q < group; ++q) out[q * kSpan + i] = -std::numeric_limits<float>::infinity();
 }
 
-ELSI_PATH void attend(const AttentionCall& call, size_t kv_head, size_t first, size_t last, size_t span, float* states, float* scratch) {
+ELSI_PATH void attend(const AttentionCall& call, size_t kv_head, size_t first, size_t last, size_t span, float* states,
+                      float* scratch) {
   const size_t group = call.group(), head = kv_head * group, width = call.width, base = span * kSpan;
   const float* keys = call.keys + kv_head * call.capacity * width;
   const float* values = call.values + kv_head * call.capacity * width;
@@ -161,10 +166,13 @@ ELSI_PATH void attend(const AttentionCall& call, size_t kv_head, size_t first, s
     float* weights = scratch + (row - first) * group * kSpan;
     float* state = states + (row - first) * group * call.state();
     for (size_t q = 0; q < group; ++q)
-      softmax(weights + q * kSpan, (begin - base) / kTile, (end - base + kTile - 1) / kTile, state + q * call.state(), width);
+      softmax(weights + q * kSpan, (begin - base) / kTile, (end - base + kTile - 1) / kTile, state + q * call.state(),
+              width);
     size_t q = 0;
-    for (; q + 3 <= group; q += 3) weighted_all<3>(call, row, values, begin, end, weights + q * kSpan, state + q * call.state());
-    for (; q < group; ++q) weighted_all<1>(call, row, values, begin, end, weights + q * kSpan, state + q * call.state());
+    for (; q + 3 <= group; q += 3)
+      weighted_all<3>(call, row, values, begin, end, weights + q * kSpan, state + q * call.state());
+    for (; q < group; ++q)
+      weighted_all<1>(call, row, values, begin, end, weights + q * kSpan, state + q * call.state());
   }
 }
 
@@ -173,7 +181,8 @@ ELSI_PATH void merge(float* state, const float* later, size_t width) {
   float shrink[kTile] = {state[width] - top, later[width] - top};
   exponential(V16::load(shrink)).store(shrink);
   for (size_t d = 0; d < width; d += kTile)
-    V16::fma(V16::load(later + d), V16::set1(shrink[1]), V16::mul(V16::load(state + d), V16::set1(shrink[0]))).store(state + d);
+    V16::fma(V16::load(later + d), V16::set1(shrink[1]), V16::mul(V16::load(state + d), V16::set1(shrink[0])))
+        .store(state + d);
   state[width + 1] = state[width + 1] * shrink[0] + later[width + 1] * shrink[1];
   state[width] = top;
 }

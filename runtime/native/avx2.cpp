@@ -35,7 +35,8 @@ ELSI_256 void pass(const uint8_t* data, size_t all_rows, size_t first_row, size_
           dots[r] = _mm256_set1_epi32(offset);
         }
         for (int i = 0; i < kBits; ++i) {
-          const __m256i raw = _mm256_load_si256(reinterpret_cast<const __m256i*>(record + kScaleBytes + 64 * i + 32 * half));
+          const __m256i raw =
+              _mm256_load_si256(reinterpret_cast<const __m256i*>(record + kScaleBytes + 64 * i + 32 * half));
           const __m256i lower = _mm256_and_si256(raw, low), upper = _mm256_and_si256(_mm256_srli_epi16(raw, 4), low);
           for (int r = 0; r < kRows; ++r) {
             int32_t first, second;
@@ -59,7 +60,8 @@ ELSI_256 void pass(const uint8_t* data, size_t all_rows, size_t first_row, size_
     }
     const size_t left = columns.columns - group * kColumns, width = left < kColumns ? left : kColumns;
     for (int r = 0; r < kRows; ++r)
-      std::memcpy(columns.out + (first_row + r) * columns.stride + (group - columns.first_group) * kColumns, sums[r], width * sizeof(float));
+      std::memcpy(columns.out + (first_row + r) * columns.stride + (group - columns.first_group) * kColumns, sums[r],
+                  width * sizeof(float));
   }
 }
 
@@ -72,10 +74,17 @@ void multiply(const QuantisedRows& rows, const Columns& columns) {
     one.last_group = group + 1;
     one.out += (group - columns.first_group) * kColumns;
     for (size_t row = 0; row < rows.count; row += kPassRows) switch (rows.count - row) {
-        case 1: pass<1, kBits>(rows.data, rows.count, row, rows.blocks, one); break;
-        case 2: pass<2, kBits>(rows.data, rows.count, row, rows.blocks, one); break;
-        case 3: pass<3, kBits>(rows.data, rows.count, row, rows.blocks, one); break;
-        default: pass<4, kBits>(rows.data, rows.count, row, rows.blocks, one);
+        case 1:
+          pass<1, kBits>(rows.data, rows.count, row, rows.blocks, one);
+          break;
+        case 2:
+          pass<2, kBits>(rows.data, rows.count, row, rows.blocks, one);
+          break;
+        case 3:
+          pass<3, kBits>(rows.data, rows.count, row, rows.blocks, one);
+          break;
+        default:
+          pass<4, kBits>(rows.data, rows.count, row, rows.blocks, one);
       }
   }
 }
@@ -92,10 +101,13 @@ struct V16 {
   ELSI_256_INLINE static V16 sub(V16 a, V16 b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
   ELSI_256_INLINE static V16 mul(V16 a, V16 b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
   ELSI_256_INLINE static V16 div(V16 a, V16 b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
-  ELSI_256_INLINE static V16 fma(V16 a, V16 b, V16 c) { return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)}; }
+  ELSI_256_INLINE static V16 fma(V16 a, V16 b, V16 c) {
+    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+  }
   ELSI_256_INLINE static V16 max(V16 a, V16 b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
   ELSI_256_INLINE static V16 rint(V16 a) {
-    return {_mm256_round_ps(a.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), _mm256_round_ps(a.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+    return {_mm256_round_ps(a.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+            _mm256_round_ps(a.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
   }
   ELSI_256_INLINE static V16 scale2(V16 a, V16 n) { return {scale2(a.low, n.low), scale2(a.high, n.high)}; }
   // Sums within lanes of 4: out[4 * lane + i] is that of the i-th argument.

@@ -35,7 +35,8 @@ ELSI_512 void pass(const QuantisedRows& rows, const Columns& columns) {
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) dots[r] = four(chunk + kRows * kBlock + 4 * r);
 #pragma GCC unroll 9
-      for (size_t line = 0; line < kRecord; line += 64) _mm_prefetch(reinterpret_cast<const char*>(record + kAhead + line), _MM_HINT_T0);
+      for (size_t line = 0; line < kRecord; line += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(record + kAhead + line), _MM_HINT_T0);
 #pragma GCC unroll 8
       for (int i = 0; i < kBits; ++i) {
         const __m512i raw = _mm512_load_si512(record + kScaleBytes + 64 * i);
@@ -45,7 +46,8 @@ ELSI_512 void pass(const QuantisedRows& rows, const Columns& columns) {
         if constexpr (kBits == 4) {
           const __m512i second = _mm512_and_si512(_mm512_srli_epi16(raw, 4), low);
 #pragma GCC unroll 12
-          for (int r = 0; r < kRows; ++r) dots[r] = _mm512_dpbusd_epi32(dots[r], second, four(chunk + r * kBlock + 16 + 4 * i));
+          for (int r = 0; r < kRows; ++r)
+            dots[r] = _mm512_dpbusd_epi32(dots[r], second, four(chunk + r * kBlock + 16 + 4 * i));
         }
       }
       const __m512 scales = _mm512_load_ps(record);
@@ -60,7 +62,8 @@ ELSI_512 void pass(const QuantisedRows& rows, const Columns& columns) {
     const size_t left = columns.columns - group * kColumns;
     const __mmask16 mask = left >= kColumns ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
 #pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) _mm512_mask_storeu_ps(columns.out + r * columns.stride + (group - columns.first_group) * kColumns, mask, sums[r]);
+    for (int r = 0; r < kRows; ++r)
+      _mm512_mask_storeu_ps(columns.out + r * columns.stride + (group - columns.first_group) * kColumns, mask, sums[r]);
   }
 }
 
@@ -68,7 +71,7 @@ template <int kBits>
 void multiply(const QuantisedRows& rows, const Columns& columns) {
   using Pass = void (*)(const QuantisedRows&, const Columns&);
   static constexpr Pass by_rows[kMaxRows + 1] = {
-      nullptr,         pass<1, kBits>, pass<2, kBits>, pass<3, kBits>,  pass<4, kBits>,  pass<5, kBits>, pass<6, kBits>,
+      nullptr,        pass<1, kBits>, pass<2, kBits>, pass<3, kBits>,  pass<4, kBits>,  pass<5, kBits>, pass<6, kBits>,
       pass<7, kBits>, pass<8, kBits>, pass<9, kBits>, pass<10, kBits>, pass<11, kBits>, pass<12, kBits>};
   by_rows[rows.count](rows, columns);
 }
@@ -115,7 +118,9 @@ struct V16 {
   ELSI_512_INLINE static V16 div(V16 a, V16 b) { return {_mm512_div_ps(a.v, b.v)}; }
   ELSI_512_INLINE static V16 fma(V16 a, V16 b, V16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
   ELSI_512_INLINE static V16 max(V16 a, V16 b) { return {_mm512_max_ps(a.v, b.v)}; }  // b where one is NaN
-  ELSI_512_INLINE static V16 rint(V16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+  ELSI_512_INLINE static V16 rint(V16 a) {
+    return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+  }
   ELSI_512_INLINE static V16 scale2(V16 a, V16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
   // Sums within lanes of 4: out[4 * lane + i] is that of the i-th argument.
   ELSI_512_INLINE static V16 sum4(V16 a, V16 b, V16 c, V16 d) {
@@ -137,8 +142,9 @@ struct V16 {
 #include "attention_body.h"
 
 bool usable() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vnni");
 }
 
 }  // namespace

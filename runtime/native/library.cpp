@@ -17,6 +17,14 @@ std::string& found_version() {
   return version;
 }
 
+// A call that shows whether the table is the one declared: a status keeps the code that it is made with.
+bool statuses_work(const abi::ApiTable* api) {
+  abi::Status* status = abi::CreateStatus::of(api)(abi::kInvalidArgument, "");
+  const bool same = status != nullptr && abi::GetErrorCode::of(api)(status) == abi::kInvalidArgument;
+  if (status != nullptr) abi::ReleaseStatus::of(api)(status);
+  return same;
+}
+
 }  // namespace
 
 #define ELSI_EXPORT extern "C" __attribute__((visibility("default")))
@@ -46,12 +54,15 @@ ELSI_EXPORT abi::Status* RegisterCustomOps(abi::SessionOptions* options, const a
   const abi::ApiTable* oldest = base->get_api(1);
   const abi::ApiTable* api = base->get_api(abi::kApiVersion);
   if (api == nullptr) {
-    const std::string message = std::string("the native operators need ONNX Runtime 1.17 or newer, this is ") + base->version_string();
+    const std::string message =
+        std::string("the native operators need ONNX Runtime 1.17 or newer, this is ") + base->version_string();
     return oldest == nullptr ? nullptr : abi::CreateStatus::of(oldest)(abi::kFail, message.c_str());
   }
   // A slot that holds nothing means another table than the one declared here.
   for (const void* slot : {api->slots[26], api->slots[27], api->slots[28], api->slots[249], api->slots[274]})
     if (slot == nullptr) return abi::CreateStatus::of(api)(abi::kFail, "ONNX Runtime's table of functions has holes");
+  if (!statuses_work(api))
+    return abi::CreateStatus::of(api)(abi::kFail, "ONNX Runtime's table of functions is not the expected one");
   found_version() = base->version_string();
   abi::CustomOpDomain* domain = nullptr;  // ONNX Runtime keeps it for as long as the options live
   abi::Status* status = abi::CreateCustomOpDomain::of(api)(kDomain, &domain);

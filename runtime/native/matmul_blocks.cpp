@@ -35,7 +35,8 @@ class MatMulBlocks : public Kernel {
   explicit MatMulBlocks(const NodeInfo& node)
       : path_(chosen_path()),
         inputs_(static_cast<size_t>(node.integer("K", 1, kMostColumns))),
-        matrix_(node.constant(1), node.constant(2), inputs_, static_cast<size_t>(node.integer("N", 1, kMostColumns)), bits_of(node)) {}
+        matrix_(node.constant(1), node.constant(2), inputs_, static_cast<size_t>(node.integer("N", 1, kMostColumns)),
+                bits_of(node)) {}
 
   void compute(const Call& call) const override {
     const Tensor x = call.input(0, abi::kFloat);
@@ -45,7 +46,8 @@ class MatMulBlocks : public Kernel {
     const Pool pool = call.pool();
     const Activations acts(path_, pool, x.as<float>(), rows, inputs_, matrix_.zero());
     const size_t groups = matrix_.groups(), tasks = task_count(groups, matrix_.group_bytes(), rows);
-    const size_t tile = acts.chunks() == 1 ? groups : 1;  // with several chunks, a group stays in the cache for all of them
+    const size_t tile =
+        acts.chunks() == 1 ? groups : 1;  // with several chunks, a group stays in the cache for all of them
     auto work = [&](size_t task) {
       const size_t end = (task + 1) * groups / tasks;
       for (size_t group = task * groups / tasks; group < end; group += tile)
@@ -67,7 +69,8 @@ class GatedBlocks : public Kernel {
   explicit GatedBlocks(const NodeInfo& node)
       : path_(chosen_path()),
         inputs_(static_cast<size_t>(node.integer("K", 1, kMostColumns))),
-        gate_(node.constant(1), node.constant(2), inputs_, static_cast<size_t>(node.integer("N", 1, kMostColumns)), bits_of(node)),
+        gate_(node.constant(1), node.constant(2), inputs_, static_cast<size_t>(node.integer("N", 1, kMostColumns)),
+              bits_of(node)),
         up_(node.constant(3), node.constant(4), inputs_, gate_.columns(), bits_of(node)) {}
 
   void compute(const Call& call) const override {
@@ -106,14 +109,16 @@ class GatedBlocks : public Kernel {
 }  // namespace
 
 const Op& matmul_blocks() {
-  static const Op op("MatMulBlocks", {abi::kFloat, abi::kUint8, abi::kFloat}, {abi::kFloat},
-                     [](const NodeInfo& node) -> std::unique_ptr<Kernel> { return std::make_unique<MatMulBlocks>(node); });
+  static const Op op(
+      "MatMulBlocks", {abi::kFloat, abi::kUint8, abi::kFloat}, {abi::kFloat},
+      [](const NodeInfo& node) -> std::unique_ptr<Kernel> { return std::make_unique<MatMulBlocks>(node); });
   return op;
 }
 
 const Op& gated_blocks() {
-  static const Op op("GatedBlocks", {abi::kFloat, abi::kUint8, abi::kFloat, abi::kUint8, abi::kFloat}, {abi::kFloat},
-                     [](const NodeInfo& node) -> std::unique_ptr<Kernel> { return std::make_unique<GatedBlocks>(node); });
+  static const Op op(
+      "GatedBlocks", {abi::kFloat, abi::kUint8, abi::kFloat, abi::kUint8, abi::kFloat}, {abi::kFloat},
+      [](const NodeInfo& node) -> std::unique_ptr<Kernel> { return std::make_unique<GatedBlocks>(node); });
   return op;
 }
 

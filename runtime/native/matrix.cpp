@@ -21,9 +21,11 @@ unsigned value_at(const uint8_t* block, size_t input, int bits) {
 PackedMatrix::PackedMatrix(const Tensor& values, const Tensor& scales, size_t inputs, size_t columns, int bits)
     : inputs_(inputs), columns_(columns), bits_(bits) {
   const size_t blob = kBlock * static_cast<size_t>(bits) / 8;
-  const std::vector<int64_t> shape = {static_cast<int64_t>(columns), static_cast<int64_t>(blocks()), static_cast<int64_t>(blob)};
-  require(values.type == abi::kUint8 && values.shape == shape,
-          "the weights are " + text(values.shape) + " of type " + std::to_string(values.type) + ", K, N and bits say uint8 " + text(shape));
+  const std::vector<int64_t> shape = {static_cast<int64_t>(columns), static_cast<int64_t>(blocks()),
+                                      static_cast<int64_t>(blob)};
+  require(values.type == abi::kUint8 && values.shape == shape, "the weights are " + text(values.shape) + " of type " +
+                                                                   std::to_string(values.type) +
+                                                                   ", K, N and bits say uint8 " + text(shape));
   require(scales.type == abi::kFloat && scales.size() == columns * blocks(),
           "the scales are " + text(scales.shape) + " of type " + std::to_string(scales.type) + ", K and N say " +
               std::to_string(columns * blocks()) + " float32");
@@ -45,7 +47,8 @@ PackedMatrix::PackedMatrix(const Tensor& values, const Tensor& scales, size_t in
     }
 }
 
-void PackedMatrix::multiply(const Path& path, const QuantisedRows& rows, size_t first, size_t last, float* out, size_t stride) const {
+void PackedMatrix::multiply(const Path& path, const QuantisedRows& rows, size_t first, size_t last, float* out,
+                            size_t stride) const {
   (bits_ == 4 ? path.multiply4 : path.multiply8)(rows, {packed_.data(), first, last, columns_, out, stride});
 }
 
@@ -56,7 +59,8 @@ Activations::Activations(const Path& path, const Pool& pool, const float* x, siz
   auto quantise = [&](size_t index) {
     const QuantisedRows rows_of = chunk(index);
     for (size_t r = 0; r < rows_of.count; ++r)
-      path.quantise(x + (first_row(index) + r) * inputs, inputs, zero, const_cast<uint8_t*>(rows_of.data), r, rows_of.count);
+      path.quantise(x + (first_row(index) + r) * inputs, inputs, zero, const_cast<uint8_t*>(rows_of.data), r,
+                    rows_of.count);
   };
   if (rows * inputs >= kSerialValues) {
     pool.run(chunks(), quantise);

@@ -30,7 +30,8 @@ class PackedMatrix {
   int zero() const { return bits_ == 4 ? 8 : 128; }
 
   // Rows of one chunk times columns of groups first..last-1; out [R, stride] starts at column 16 * first.
-  void multiply(const Path& path, const QuantisedRows& rows, size_t first, size_t last, float* out, size_t stride) const;
+  void multiply(const Path& path, const QuantisedRows& rows, size_t first, size_t last, float* out,
+                size_t stride) const;
 
  private:
   size_t inputs_, columns_;

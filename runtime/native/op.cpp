@@ -70,8 +70,8 @@ void Pool::dispatch(size_t tasks, void (*fn)(void*, size_t), void* data) const {
 int64_t NodeInfo::integer(const char* name, int64_t low, int64_t high) const {
   int64_t value = 0;
   check(api_, abi::GetAttributeInt::of(api_)(info_, name, &value), std::string("attribute ") + name + " is missing");
-  require(low <= value && value <= high, std::string("attribute ") + name + " is " + std::to_string(value) + ", it must be " +
-                                             std::to_string(low) + ".." + std::to_string(high));
+  require(low <= value && value <= high, std::string("attribute ") + name + " is " + std::to_string(value) +
+                                             ", it must be " + std::to_string(low) + ".." + std::to_string(high));
   return value;
 }
 
@@ -96,7 +96,8 @@ Tensor Call::input(size_t index, int type) const {
   check(api_, abi::GetInput::of(api_)(context_, index, &value), what + " is missing");
   require(value != nullptr, what + " is missing");
   Tensor tensor = view(api_, value, what);
-  require(tensor.type == type, what + " has element type " + std::to_string(tensor.type) + ", it must be " + std::to_string(type));
+  require(tensor.type == type,
+          what + " has element type " + std::to_string(tensor.type) + ", it must be " + std::to_string(type));
   return tensor;
 }
 

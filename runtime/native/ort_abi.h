@@ -41,6 +41,7 @@ struct Slot {
 };
 
 using CreateStatus = Slot<0, Status* (*)(int code, const char* message)>;
+using GetErrorCode = Slot<1, int (*)(const Status*)>;
 using CreateCustomOpDomain = Slot<26, Status* (*)(const char* name, CustomOpDomain** out)>;
 using AddToDomain = Slot<27, Status* (*)(CustomOpDomain*, const struct CustomOp*)>;
 using AddCustomOpDomain = Slot<28, Status* (*)(SessionOptions*, CustomOpDomain*)>;

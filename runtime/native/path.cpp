@@ -13,9 +13,11 @@ std::atomic<const Path*> forced{nullptr};
 const std::vector<const Path*>& paths() {
   static const std::vector<const Path*> all = {
 #if defined(__x86_64__)
-      &kAvx512Vnni, &kAvx2,
+      &kAvx512Vnni,
+      &kAvx2,
 #elif defined(__aarch64__)
-      &kNeonI8mm, &kNeonDot,
+      &kNeonI8mm,
+      &kNeonDot,
 #endif
       &kPortable,
   };

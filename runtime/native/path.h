@@ -9,11 +9,11 @@
 
 namespace elsi {
 
-constexpr size_t kColumns = 16;      // columns of a group
-constexpr size_t kBlock = 32;        // inputs that share a scale
-constexpr size_t kRowBytes = 40;     // a quantised block of one row: 32 values, an offset (int32), a scale (float)
-constexpr size_t kScaleBytes = 64;   // 16 float scales at the head of a weight record
-constexpr size_t kMaxRows = 12;      // rows that one pass over a group takes
+constexpr size_t kColumns = 16;     // columns of a group
+constexpr size_t kBlock = 32;       // inputs that share a scale
+constexpr size_t kRowBytes = 40;    // a quantised block of one row: 32 values, an offset (int32), a scale (float)
+constexpr size_t kScaleBytes = 64;  // 16 float scales at the head of a weight record
+constexpr size_t kMaxRows = 12;     // rows that one pass over a group takes
 
 constexpr size_t record_bytes(int bits) { return kScaleBytes + kColumns * kBlock * static_cast<size_t>(bits) / 8; }
 
@@ -34,8 +34,8 @@ struct Columns {
   size_t stride;
 };
 
-constexpr size_t kTile = 16;      // positions scored together
-constexpr size_t kSpan = 128;     // positions whose softmax is taken together; spans start at multiples of it
+constexpr size_t kTile = 16;       // positions scored together
+constexpr size_t kSpan = 128;      // positions whose softmax is taken together; spans start at multiples of it
 constexpr size_t kMostHead = 256;  // of a head, a multiple of 16
 
 // One attention call, past the rotation: T new rows behind S cached ones. Positions are a row's own: 0..S-1 the cache,
@@ -68,14 +68,13 @@ struct Path {
   void (*multiply8)(const QuantisedRows& rows, const Columns& columns);
   // Softmax sums of rows first..last-1 over one span, for the query heads of one kv head. states [rows, group, state];
   // those of rows that do not see the span are not written. scratch: floats, attention_scratch(call, rows) of them.
-  void (*attend)(const AttentionCall& call, size_t kv_head, size_t first, size_t last, size_t span, float* states, float* scratch);
-  void (*gate)(float* gate, const float* up);  // 16 values: gate = gate / (1 + e^-gate) * up
+  void (*attend)(const AttentionCall& call, size_t kv_head, size_t first, size_t last, size_t span, float* states,
+                 float* scratch);
+  void (*gate)(float* gate, const float* up);                     // 16 values: gate = gate / (1 + e^-gate) * up
   void (*merge)(float* state, const float* later, size_t width);  // state of two runs of positions, in their order
 };
 
-inline size_t attention_scratch(const AttentionCall& call, size_t rows) {
-  return rows * call.group() * kSpan;
-}
+inline size_t attention_scratch(const AttentionCall& call, size_t rows) { return rows * call.group() * kSpan; }
 
 const std::vector<const Path*>& paths();  // compiled in, best first, the portable one last
 const Path& chosen_path();

@@ -83,10 +83,11 @@ void multiply(const QuantisedRows& rows, const Columns& columns) {
         float scale;
         std::memcpy(&offset, chunk + rows.count * kBlock + 4 * row, 4);
         std::memcpy(&scale, chunk + rows.count * (kBlock + 4) + 4 * row, 4);
-        add_block<kBits>(weights + block * record_bytes(kBits), reinterpret_cast<const int8_t*>(chunk + row * kBlock), offset,
-                         scale, sums);
+        add_block<kBits>(weights + block * record_bytes(kBits), reinterpret_cast<const int8_t*>(chunk + row * kBlock),
+                         offset, scale, sums);
       }
-      std::memcpy(columns.out + row * columns.stride + (group - columns.first_group) * kColumns, sums, width * sizeof(float));
+      std::memcpy(columns.out + row * columns.stride + (group - columns.first_group) * kColumns, sums,
+                  width * sizeof(float));
     }
   }
 }
@@ -99,8 +100,8 @@ struct V16 {
     return out;
   }
   void store(float* p) const { std::memcpy(p, v, sizeof v); }
-#define ELSI_EACH(expression) \
-  V16 out;                    \
+#define ELSI_EACH(expression)                         \
+  V16 out;                                            \
   for (int i = 0; i < 16; ++i) out.v[i] = expression; \
   return out;
   static V16 set1(float x) { ELSI_EACH(x) }
@@ -108,17 +109,22 @@ struct V16 {
   static V16 sub(V16 a, V16 b) { ELSI_EACH(a.v[i] - b.v[i]) }
   static V16 mul(V16 a, V16 b) { ELSI_EACH(a.v[i] * b.v[i]) }
   static V16 div(V16 a, V16 b) { ELSI_EACH(a.v[i] / b.v[i]) }
-  static V16 fma(V16 a, V16 b, V16 c) { ELSI_EACH(a.v[i] * b.v[i] + c.v[i]) }  // two roundings: baseline CPUs have no other
+  static V16 fma(V16 a, V16 b, V16 c) {
+    ELSI_EACH(a.v[i] * b.v[i] + c.v[i])
+  }  // two roundings: baseline CPUs have no other
   static V16 max(V16 a, V16 b) { ELSI_EACH(b.v[i] < a.v[i] ? a.v[i] : b.v[i]) }
   static V16 rint(V16 a) { ELSI_EACH(std::nearbyintf(a.v[i])) }
-  static V16 scale2(V16 a, V16 n) { ELSI_EACH(power(n.v[i] < -126.0f ? n.v[i] + 64.0f : n.v[i]) * a.v[i] * (n.v[i] < -126.0f ? 0x1p-64f : 1.0f)) }
+  static V16 scale2(V16 a, V16 n) {
+    ELSI_EACH(power(n.v[i] < -126.0f ? n.v[i] + 64.0f : n.v[i]) * a.v[i] * (n.v[i] < -126.0f ? 0x1p-64f : 1.0f))
+  }
 #undef ELSI_EACH
   // Sums within lanes of 4: out[4 * lane + i] is that of the i-th argument.
   static V16 sum4(V16 a, V16 b, V16 c, V16 d) {
     V16 out;
     for (int lane = 0; lane < 4; ++lane) {
       int i = 4 * lane;
-      for (const V16* x : {&a, &b, &c, &d}) out.v[i++] = (x->v[4 * lane] + x->v[4 * lane + 2]) + (x->v[4 * lane + 1] + x->v[4 * lane + 3]);
+      for (const V16* x : {&a, &b, &c, &d})
+        out.v[i++] = (x->v[4 * lane] + x->v[4 * lane + 2]) + (x->v[4 * lane + 1] + x->v[4 * lane + 3]);
     }
     return out;
   }

@@ -1,7 +1,7 @@
 // TreeAttention: new rows that are nodes of a tree, behind a cache, with rotary embedding by depth.
 //
-// A row's positions are the cached ones, then its ancestors, then itself. Its sums run over them in that order, whatever
-// slots they lie in and whatever rows are beside it: the bits are those of one-token decoding along its path.
+// A row's positions are the cached ones, then its ancestors, then itself. Its sums run over them in that order,
+// whatever slots they lie in and whatever rows are beside it: the bits are those of one-token decoding along its path.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -70,7 +70,8 @@ class TreeAttention : public Kernel {
         window_(node.integer("window", -1, 1 << 30)),
         scale_(node.number("scale")),
         softcap_(node.number("softcap")) {
-    require(heads_ % kv_heads_ == 0, std::to_string(heads_) + " heads cannot share " + std::to_string(kv_heads_) + " kv heads");
+    require(heads_ % kv_heads_ == 0,
+            std::to_string(heads_) + " heads cannot share " + std::to_string(kv_heads_) + " kv heads");
     require(window_ != 0, "attribute window is 0, it must be -1 for none or at least 1");
     require(std::isfinite(scale_) && scale_ >= 0.0f, "attribute scale must be a finite number, 0 for 1 / sqrt(D)");
     require(std::isfinite(softcap_) && softcap_ >= 0.0f, "attribute softcap must be a finite number, 0 for none");
@@ -86,8 +87,10 @@ class TreeAttention : public Kernel {
     const Tree tree = read_tree(parents.as<int64_t>(), rows, shape.cached, window_);
     const size_t deepest = rows == 0 ? 0 : *std::max_element(tree.ends.begin(), tree.ends.end());
     require(deepest <= static_cast<size_t>(cos.shape[0]), "position " + std::to_string(deepest) + " is beyond the " +
-                                                              std::to_string(cos.shape[0]) + " that the model has angles for");
-    float* out = call.output(0, {1, qkv.shape[1], static_cast<int64_t>(heads_ * shape.width)}, abi::kFloat).as_mutable<float>();
+                                                              std::to_string(cos.shape[0]) +
+                                                              " that the model has angles for");
+    float* out =
+        call.output(0, {1, qkv.shape[1], static_cast<int64_t>(heads_ * shape.width)}, abi::kFloat).as_mutable<float>();
     float* keys = cache(call, 1, past_key, shape.cached);
     float* values = cache(call, 2, past_value, shape.cached);
     if (rows == 0) return;
@@ -102,7 +105,9 @@ class TreeAttention : public Kernel {
     float* queries = reinterpret_cast<float*>(buffer.reserve(rows * heads_ * shape.width * sizeof(float)));
     attention.queries = queries;
     const Pool pool = call.pool();
-    auto place = [&](size_t row) { enter(attention, qkv.as<float>(), cos, sin, tree.depths[row], row, queries, keys, values); };
+    auto place = [&](size_t row) {
+      enter(attention, qkv.as<float>(), cos, sin, tree.depths[row], row, queries, keys, values);
+    };
     if (rows > kSplitRows) {
       pool.run(rows, place);
     } else {
@@ -114,8 +119,10 @@ class TreeAttention : public Kernel {
  private:
   AttentionCall checked(const Tensor& qkv, const Tensor& key, const Tensor& value, const Tensor& cos, const Tensor& sin,
                         const Tensor& cached, const Tensor& parents) const {
-    require(key.shape.size() == 4 && key.shape[0] == 1 && key.shape[1] == static_cast<int64_t>(kv_heads_) && key.shape == value.shape,
-            "the caches are " + text(key.shape) + " and " + text(value.shape) + ", they must be [1, " + std::to_string(kv_heads_) + ", C, D]");
+    require(key.shape.size() == 4 && key.shape[0] == 1 && key.shape[1] == static_cast<int64_t>(kv_heads_) &&
+                key.shape == value.shape,
+            "the caches are " + text(key.shape) + " and " + text(value.shape) + ", they must be [1, " +
+                std::to_string(kv_heads_) + ", C, D]");
     const int64_t width = key.shape[3];
     require(width % kTile == 0 && width > 0 && width <= static_cast<int64_t>(kMostHead),
             "a head has width " + std::to_string(width) + ", it must be a multiple of 16 up to 256");
@@ -128,8 +135,9 @@ class TreeAttention : public Kernel {
     require(parents.shape.size() == 1 && parents.shape[0] == qkv.shape[1],
             "parents is " + text(parents.shape) + " for " + std::to_string(qkv.shape[1]) + " rows");
     const int64_t slots = *cached.as<int32_t>();
-    require(slots >= 0 && slots + qkv.shape[1] <= key.shape[2], std::to_string(slots) + " cached and " + std::to_string(qkv.shape[1]) +
-                                                                    " new rows do not fit the cache's " + std::to_string(key.shape[2]) + " slots");
+    require(slots >= 0 && slots + qkv.shape[1] <= key.shape[2],
+            std::to_string(slots) + " cached and " + std::to_string(qkv.shape[1]) +
+                " new rows do not fit the cache's " + std::to_string(key.shape[2]) + " slots");
     require(key.shape[2] < (int64_t{1} << 31), "the cache has more slots than 2^31");
     AttentionCall call{};
     call.heads = heads_;
@@ -147,18 +155,20 @@ class TreeAttention : public Kernel {
     const size_t head = static_cast<size_t>(past.shape[2] * past.shape[3]);
     if (present != past.data)
       for (size_t h = 0; h < kv_heads_; ++h)
-        std::memcpy(present + h * head, past.as<float>() + h * head, cached * static_cast<size_t>(past.shape[3]) * sizeof(float));
+        std::memcpy(present + h * head, past.as<float>() + h * head,
+                    cached * static_cast<size_t>(past.shape[3]) * sizeof(float));
     return present;
   }
 
   // One new row: its queries and key rotated to its position, key and value written to slot S + row.
-  void enter(const AttentionCall& call, const float* qkv, const Tensor& cos, const Tensor& sin, size_t depth, size_t row, float* queries,
-             float* keys, float* values) const {
+  void enter(const AttentionCall& call, const float* qkv, const Tensor& cos, const Tensor& sin, size_t depth,
+             size_t row, float* queries, float* keys, float* values) const {
     const size_t width = call.width, half = static_cast<size_t>(cos.shape[1]), position = call.cached + depth;
     const float* in = qkv + row * (heads_ + 2 * kv_heads_) * width;
     const float *c = cos.as<float>() + position * half, *s = sin.as<float>() + position * half;
     const float scale = scale_ > 0.0f ? scale_ : 1.0f / std::sqrt(static_cast<float>(width));
-    for (size_t h = 0; h < heads_; ++h) rotate(in + h * width, c, s, half, width, scale, queries + (row * heads_ + h) * width);
+    for (size_t h = 0; h < heads_; ++h)
+      rotate(in + h * width, c, s, half, width, scale, queries + (row * heads_ + h) * width);
     for (size_t h = 0; h < kv_heads_; ++h) {
       const size_t slot = (h * call.capacity + call.cached + row) * width;
       rotate(in + (heads_ + h) * width, c, s, half, width, 1.0f, keys + slot);
@@ -168,7 +178,8 @@ class TreeAttention : public Kernel {
 
   void run(const AttentionCall& call, const Pool& pool, size_t rows, size_t spans, float* out) const {
     const bool split = rows <= kSplitRows;
-    const size_t units = split ? spans : 1, task_rows = split ? rows : kTaskRows, chunks = (rows + task_rows - 1) / task_rows;
+    const size_t units = split ? spans : 1, task_rows = split ? rows : kTaskRows,
+                 chunks = (rows + task_rows - 1) / task_rows;
     const size_t row_floats = call.group() * call.state();
     static thread_local Buffer buffer;  // states [H, units, T, group, state]
     float* states = reinterpret_cast<float*>(buffer.reserve(kv_heads_ * units * rows * row_floats * sizeof(float)));
@@ -197,13 +208,13 @@ class TreeAttention : public Kernel {
     for (size_t kv_head = 0; kv_head < kv_heads_; ++kv_head)
       for (size_t row = 0; row < rows; ++row)
         for (size_t q = 0; q < call.group(); ++q)
-          finish(call, states + (kv_head * units * rows + row) * row_floats + q * call.state(), rows * row_floats, row, split ? spans : 1,
-                 out + (row * heads_ + kv_head * call.group() + q) * call.width);
+          finish(call, states + (kv_head * units * rows + row) * row_floats + q * call.state(), rows * row_floats, row,
+                 split ? spans : 1, out + (row * heads_ + kv_head * call.group() + q) * call.width);
   }
 
   // Spans in their order, each merged into what came before: the same operations as with the spans shared out.
-  void all_spans(const AttentionCall& call, size_t kv_head, size_t first, size_t last, size_t spans, float* result, float* scratch,
-                 float* later) const {
+  void all_spans(const AttentionCall& call, size_t kv_head, size_t first, size_t last, size_t spans, float* result,
+                 float* scratch, float* later) const {
     const size_t row_floats = call.group() * call.state();
     for (size_t span = 0; span < spans; ++span) {
       path_.attend(call, kv_head, first, last, span, later, scratch);
@@ -213,7 +224,8 @@ class TreeAttention : public Kernel {
         if (span == call.starts[row] / kSpan) {
           std::memcpy(state, part, row_floats * sizeof(float));
         } else {
-          for (size_t q = 0; q < call.group(); ++q) path_.merge(state + q * call.state(), part + q * call.state(), call.width);
+          for (size_t q = 0; q < call.group(); ++q)
+            path_.merge(state + q * call.state(), part + q * call.state(), call.width);
         }
       }
     }
@@ -239,9 +251,10 @@ class TreeAttention : public Kernel {
 }  // namespace
 
 const Op& tree_attention() {
-  static const Op op("TreeAttention", {abi::kFloat, abi::kFloat, abi::kFloat, abi::kFloat, abi::kFloat, abi::kInt32, abi::kInt64},
-                     {abi::kFloat, abi::kFloat, abi::kFloat},
-                     [](const NodeInfo& node) -> std::unique_ptr<Kernel> { return std::make_unique<TreeAttention>(node); });
+  static const Op op(
+      "TreeAttention", {abi::kFloat, abi::kFloat, abi::kFloat, abi::kFloat, abi::kFloat, abi::kInt32, abi::kInt64},
+      {abi::kFloat, abi::kFloat, abi::kFloat},
+      [](const NodeInfo& node) -> std::unique_ptr<Kernel> { return std::make_unique<TreeAttention>(node); });
   return op;
 }
 

@@ -2,7 +2,8 @@
 
     python -m tests.figures.lossless BUNDLE... --prompts FILE --out FILE [--limit 40] [--tokens 128] [--scripted 64]
 
-fp32 with trees of 1, 4, 8 and 30 drafted nodes, int4 and int8 with chains of 1, 3 and 7, each with the bundle's draft,
+fp32, and with the native operators every precision, with trees of 1, 4, 8 and 30 drafted nodes; int4 and int8
+without them with chains of 1, 3 and 7; each with the bundle's draft,
 with an oracle that is always right and with a liar that is always wrong (their answers are cut to --scripted tokens, as
 a liar makes every verification bring one token). Budgets below --smallest run without the draft, whose token lists at
 those budgets speed.py compares too. Exits with 1 when any list differs.
@@ -21,7 +22,7 @@ from elsi_edge.runtime.session import Session
 from tests.figures.common import arguments, prompts, save
 from tests.toy_proposers import LiarProposer, OracleProposer
 
-BUDGETS = {"fp32": (1, 4, 8, 30), "int4": (1, 3, 7), "int8": (1, 3, 7)}
+TREES, CHAINS = (1, 4, 8, 30), (1, 3, 7)
 
 
 def with_proposer(session: Session, proposer: Proposer) -> Session:
@@ -34,6 +35,7 @@ def with_proposer(session: Session, proposer: Proposer) -> Session:
         context=session.context,
         settings=session.settings,
         has_draft=True,
+        exact_trees=session.exact_trees,
     )
 
 
@@ -77,8 +79,9 @@ def main() -> None:
     whole = True
     for path in options.bundles:
         session = Session.open(path)
+        budgets = TREES if session.precision == "fp32" or session.exact_trees else CHAINS
         plain = [session.generate(r.turns[0], GenerateOptions(plain=True, max_tokens=options.tokens)) for r in rows]
-        table = [run_budget(session, rows, plain, n, options) for n in BUDGETS[session.precision]]
+        table = [run_budget(session, rows, plain, n, options) for n in budgets]
         results = [result for line in table for result in line.values() if isinstance(result, dict)]
         whole &= all(result["identical"] == result["of"] for result in results)
         figures[session.precision] = {"tokens": sum(len(r.token_ids) for r in plain), "budgets": table}

@@ -55,7 +55,8 @@ int main(int argc, char** argv) {
         sums[j] = _mm512_add_epi32(sums[j], _mm512_load_si512(from[t] + i + 64 * j));
         _mm_prefetch(from[t] + i + 64 * j + 2048, _MM_HINT_T0);
       }
-    sink = _mm512_reduce_add_epi32(_mm512_add_epi32(_mm512_add_epi32(sums[0], sums[1]), _mm512_add_epi32(sums[2], sums[3])));
+    sink = _mm512_reduce_add_epi32(
+        _mm512_add_epi32(_mm512_add_epi32(sums[0], sums[1]), _mm512_add_epi32(sums[2], sums[3])));
   });
   const size_t loops = 5000000;
   const double dots = best_of(9, threads, [&](int) {
@@ -75,5 +76,6 @@ int main(int argc, char** argv) {
     sink = _mm512_reduce_add_epi32(sums[0]);
   });
   std::printf("{\"threads\": %d, \"copy_gb_s\": %.2f, \"read_gb_s\": %.2f, \"vpdpbusd_gmac_s\": %.1f}\n", threads,
-              2.0 * bytes * threads / copy / 1e9, 1.0 * bytes * threads / read / 1e9, 64.0 * 12 * loops * threads / dots / 1e9);
+              2.0 * bytes * threads / copy / 1e9, 1.0 * bytes * threads / read / 1e9,
+              64.0 * 12 * loops * threads / dots / 1e9);
 }

@@ -37,7 +37,7 @@ class Rule:
 
     def runs(self) -> list[tuple[str, int]]:
         """Names of its training runs, with their seeds."""
-        plain = self.name.replace(" ", "-").replace("=", "")
+        plain = self.name.split(",")[0].replace(" ", "-").replace("=", "")
         return [(f"{plain}-s{seed}", seed) for seed in range(self.seeds)]
 
 
@@ -46,10 +46,9 @@ RULES = (
     Rule(name="elsi m=1", taps="27", seeds=3),
     Rule(name="eagle3", taps="2,15,27", seeds=3),
     Rule(name="low-entropy m=1", taps="1", seeds=3),
-    Rule(name="elsi m=3", taps="18,27,29"),
+    Rule(name="elsi m=3, elsi-c m=3", taps="5,27,29"),  # both rules take it
     Rule(name="eagle2", taps="final-norm"),
-    Rule(name="elsi-c m=3", taps="5,27,29"),
-    Rule(name="elsi m=2", taps="7,29"),
+    Rule(name="elsi m=2, elsi-c m=2", taps="7,29"),
     Rule(name="low-entropy m=3", taps="1,2,30"),
     Rule(name="probe m=1", taps="28"),
 )

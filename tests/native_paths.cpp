@@ -1,0 +1,129 @@
+// Every path that this CPU (or emulator) can run, against the portable one: products bit for bit, attention within
+// rounding, and a row's bits in any company. For machines without ONNX Runtime; prints a line a path, exits with 1 at
+// the first difference.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+
+#include "../runtime/native/matrix.h"
+
+using namespace elsi;
+
+static std::mt19937 draw(1);
+
+static size_t below(size_t most) { return std::uniform_int_distribution<size_t>(0, most - 1)(draw); }
+
+static std::vector<float> floats(size_t count) {
+  std::normal_distribution<float> normal;
+  std::vector<float> out(count);
+  for (float& x : out) x = normal(draw);
+  return out;
+}
+
+[[noreturn]] static void fail(const Path& path, const char* what) {
+  std::printf("%s: %s differs\n", path.name, what);
+  std::exit(1);
+}
+
+static std::vector<float> product(const Path& path, const PackedMatrix& matrix, const float* x, size_t rows) {
+  const Pool pool(nullptr, nullptr);  // never asked: the shapes are small
+  const Activations acts(path, pool, x, rows, matrix.inputs(), matrix.zero());
+  std::vector<float> y(rows * matrix.columns());
+  for (size_t chunk = 0; chunk < acts.chunks(); ++chunk)
+    matrix.multiply(path, acts.chunk(chunk), 0, matrix.groups(), y.data() + acts.first_row(chunk) * matrix.columns(),
+                    matrix.columns());
+  return y;
+}
+
+static void products(const Path& path) {
+  for (int trial = 0; trial < 60; ++trial) {
+    const size_t inputs = 1 + below(200), columns = 1 + below(70), rows = 1 + below(40);
+    const int bits = trial % 2 ? 4 : 8;
+    const int64_t blocks = static_cast<int64_t>((inputs + 31) / 32);
+    std::vector<uint8_t> bytes(columns * static_cast<size_t>(blocks) * 4 * static_cast<size_t>(bits));
+    for (auto& byte : bytes) byte = static_cast<uint8_t>(below(256));
+    std::vector<float> scales = floats(columns * static_cast<size_t>(blocks)), x = floats(rows * inputs);
+    Tensor values, by;
+    values.type = abi::kUint8;
+    values.shape = {static_cast<int64_t>(columns), blocks, 4 * bits};
+    values.data = bytes.data();
+    by.type = abi::kFloat;
+    by.shape = {static_cast<int64_t>(scales.size())};
+    by.data = scales.data();
+    const PackedMatrix matrix(values, by, inputs, columns, bits);
+    const std::vector<float> wanted = product(kPortable, matrix, x.data(), rows),
+                             got = product(path, matrix, x.data(), rows);
+    if (std::memcmp(wanted.data(), got.data(), got.size() * sizeof(float)) != 0) fail(path, "a product");
+    const std::vector<float> one = product(path, matrix, x.data() + (rows - 1) * inputs, 1);
+    if (std::memcmp(one.data(), got.data() + (rows - 1) * columns, one.size() * sizeof(float)) != 0)
+      fail(path, "a row alone");
+  }
+}
+
+static void attention(const Path& path) {
+  for (int trial = 0; trial < 40; ++trial) {
+    const size_t group = 1 + below(5), kv_heads = 1 + below(2), width = 16 * (1 + below(6)), cached = below(200),
+                 rows = 1 + below(9);
+    const size_t capacity = cached + rows;
+    AttentionCall call{};
+    call.heads = group * kv_heads;
+    call.kv_heads = kv_heads;
+    call.width = width;
+    call.capacity = capacity;
+    call.cached = cached;
+    call.softcap = trial % 3 ? 0.0f : 4.0f;
+    const std::vector<float> queries = floats(rows * call.heads * width), keys = floats(kv_heads * capacity * width),
+                             values = floats(kv_heads * capacity * width);
+    std::vector<int32_t> chain(rows);
+    std::vector<size_t> starts(rows, 0), ends(rows);
+    std::vector<const int32_t*> paths(rows, chain.data());
+    for (size_t row = 0; row < rows; ++row) {
+      chain[row] = static_cast<int32_t>(cached + row);
+      ends[row] = cached + row + 1;
+    }
+    call.queries = queries.data();
+    call.keys = keys.data();
+    call.values = values.data();
+    call.starts = starts.data();
+    call.ends = ends.data();
+    call.paths = paths.data();
+    std::vector<float> scratch(attention_scratch(call, rows));
+    const size_t row_floats = group * call.state();
+    std::vector<float> wanted(rows * row_floats), got(wanted), alone(row_floats);
+    for (size_t span = 0; span * kSpan < capacity; ++span) {
+      kPortable.attend(call, kv_heads - 1, 0, rows, span, wanted.data(), scratch.data());
+      path.attend(call, kv_heads - 1, 0, rows, span, got.data(), scratch.data());
+      path.attend(call, kv_heads - 1, rows - 1, rows, span, alone.data(), scratch.data());
+      for (size_t row = 0; row < rows; ++row)
+        for (size_t i = 0; call.sees(row, span) && i < row_floats; ++i) {
+          if (i % call.state() > width + 1) continue;  // padding
+          const float a = wanted[row * row_floats + i], b = got[row * row_floats + i];
+          if (!(std::fabs(a - b) <= 1e-4f * (1.0f + std::fabs(a)))) fail(path, "attention");
+          if (row == rows - 1 && std::memcmp(&b, &alone[i], 4) != 0) fail(path, "an attention row alone");
+        }
+    }
+  }
+  for (int trial = 0; trial < 200; ++trial) {
+    std::vector<float> gate = floats(16), up = floats(16);
+    for (float& x : gate) x *= 30.0f;
+    std::vector<float> wanted = gate;
+    kPortable.gate(wanted.data(), up.data());
+    path.gate(gate.data(), up.data());
+    for (size_t i = 0; i < 16; ++i)
+      if (!(std::fabs(gate[i] - wanted[i]) <= 1e-6f * (1e-30f + std::fabs(wanted[i])))) fail(path, "the gate");
+  }
+}
+
+int main() {
+  for (const Path* path : paths()) {
+    if (!path->usable()) {
+      std::printf("%s: not on this CPU\n", path->name);
+      continue;
+    }
+    products(*path);
+    attention(*path);
+    std::printf("%s: ok\n", path->name);
+  }
+  return 0;
+}
