@@ -119,7 +119,8 @@ def summary(analysis: Analysis, width: int = 80, ascii_only: bool = False) -> st
         )
     if table:
         rows = selection.settings.get("reservoir")
-        lines += ["", *([f"The rules, all on {rows} positions (elsi sets not asked for: a quick search):"[:width]] if rows else []), *table]
+        head = f"The rules, all on {rows} positions (elsi sets not asked for: a quick search):"[:width]
+        lines += ["", *([head] if rows else []), *table]
     whole = "\n".join(line.rstrip() for line in lines)
     return whole.encode("ascii", "replace").decode() if ascii_only else whole
 

@@ -138,8 +138,8 @@ def _reciprocal(values: Floats) -> Floats:
 
 
 def _pack(levels: Levels, bits: int) -> NDArray[np.uint8]:
-    unsigned = (levels + (1 << (bits - 1))).astype(np.uint8)
+    unsigned = np.add(levels, 1 << (bits - 1)).astype(np.uint8)
     if bits == 8:
         return unsigned
-    packed: NDArray[np.uint8] = unsigned[..., ::2] | unsigned[..., 1::2] << 4
-    return packed
+    low, high = unsigned[..., ::2], np.left_shift(unsigned[..., 1::2], 4, dtype=np.uint8)
+    return np.bitwise_or(low, high)

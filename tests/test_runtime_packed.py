@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -12,7 +13,7 @@ from elsi_edge.bundle import Bundle
 from elsi_edge.errors import BundleError
 from elsi_edge.runtime import packed
 from elsi_edge.runtime.options import SessionSettings
-from elsi_edge.runtime.ort import open_session
+from elsi_edge.runtime.ort import open_graph, open_session
 from elsi_edge.runtime.target import OrtTarget
 
 MakeBundle = Callable[..., Path]
@@ -51,8 +52,12 @@ def test_the_second_session_maps_what_the_first_wrote(tiny_bundle: MakeBundle, m
     before = {path: path.stat().st_mtime_ns for path in bundle.directory.iterdir()}
     packed.open_packed(bundle, "target-chain", SETTINGS)
     opened: list[Path] = []
-    real = packed.open_graph
-    monkeypatch.setattr(packed, "open_graph", lambda path, *rest: opened.append(path) or real(path, *rest))
+
+    def noted(path: Path, *rest: Any) -> ort.InferenceSession:
+        opened.append(path)
+        return open_graph(path, *rest)
+
+    monkeypatch.setattr(packed, "open_graph", noted)
     packed.open_packed(bundle, "target-chain", SETTINGS)
     assert [path.parent.parent for path in opened] == [packed.packed_dir()]
     assert {path: path.stat().st_mtime_ns for path in bundle.directory.iterdir()} == before
