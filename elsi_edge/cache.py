@@ -70,17 +70,26 @@ def get_or_build(name: str, build: Callable[[Path], None]) -> Path:
     return final
 
 
+def packed_dir() -> Path:
+    """Where weights packed for this machine lie, one directory an entry (see `elsi_edge.runtime.packed`)."""
+    return home() / "packed"
+
+
 def entries() -> list[CacheEntry]:
-    """Cached models, by name."""
-    root = models_dir()
-    if not root.is_dir():
-        return []
-    found = [path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith(".")]
-    return [CacheEntry(name=path.name, path=path, size=_size(path)) for path in found]
+    """Cached models, by name, then packed weights as packed/NAME."""
+    found = []
+    for root, prefix in ((models_dir(), ""), (packed_dir(), "packed/")):
+        paths = sorted(root.iterdir()) if root.is_dir() else []
+        found += [
+            CacheEntry(name=f"{prefix}{path.name}", path=path, size=_size(path))
+            for path in paths
+            if path.is_dir() and not path.name.startswith(".")
+        ]
+    return found
 
 
 def prune(names: list[str] | None = None) -> list[CacheEntry]:
-    """Delete the named models, or all, and leftovers of killed processes; gives what was deleted.
+    """Delete the named entries, or all, and leftovers of killed processes; gives what was deleted.
 
     Raises StorageError for a name that is not cached and for what cannot be deleted.
     """
@@ -88,13 +97,13 @@ def prune(names: list[str] | None = None) -> list[CacheEntry]:
     for name in names or []:
         if name not in present:
             raise StorageError(
-                f"{name!r} is not in the cache {models_dir()}; it has: {', '.join(present) or 'nothing'}"
+                f"{name!r} is not in the cache {home()}; it has: {', '.join(present) or 'nothing'}"
             )
     chosen = [present[name] for name in names] if names else list(present.values())
     for entry in chosen:
         with _lock(entry.name), fsio.storage_errors(entry.path):
             # Renamed first, so that no reader finds half a model under its name.
-            doomed = entry.path.with_name(f"{_TEMPORARY}{entry.name}-pruned")
+            doomed = entry.path.with_name(f"{_TEMPORARY}{entry.path.name}-pruned")
             entry.path.rename(doomed)
             shutil.rmtree(doomed)
     if not names and models_dir().is_dir():

@@ -61,7 +61,7 @@ def open_packed(bundle: Bundle, role: GraphRole, settings: SessionSettings) -> o
     if weights < _WORTH or resolve_provider(settings.provider) != "CPUExecutionProvider":
         return open_graph(path, session_options(settings), settings)
     key = _key(bundle, role)
-    place = packed_dir() / key.name()
+    place = cache.packed_dir() / key.name()
     if (session := _mapped(place, key, settings)) is not None:
         return session
     try:
@@ -69,11 +69,6 @@ def open_packed(bundle: Bundle, role: GraphRole, settings: SessionSettings) -> o
     except (OSError, ElsiError) as error:  # what is wrong with the graph itself is said below
         _log.info("packed weights are not kept: %s", error)
         return open_graph(path, session_options(settings), settings)
-
-
-def packed_dir() -> Path:
-    """Where packed weights lie, one directory an entry."""
-    return cache.home() / "packed"
 
 
 def _weights_bytes(bundle: Bundle) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
+from elsi_edge import cache
 from elsi_edge.bundle import Bundle
 from elsi_edge.errors import BundleError
 from elsi_edge.runtime import packed
@@ -33,7 +34,7 @@ def logits(bundle: Bundle, session: ort.InferenceSession) -> bytes:
 
 
 def entries() -> list[Path]:
-    return sorted(path for path in packed.packed_dir().glob("*") if path.is_dir())
+    return sorted(path for path in cache.packed_dir().glob("*") if path.is_dir())
 
 
 @pytest.mark.parametrize(("precision", "role"), [("int4", "target-chain"), ("int8", "target-tree"), ("fp32", None)])
@@ -44,7 +45,7 @@ def test_mapped_weights_give_the_same_bits(tiny_bundle: MakeBundle, precision: s
     for _ in range(3):  # written, mapped, mapped
         assert logits(bundle, packed.open_packed(bundle, graph, SETTINGS)) == plain  # type: ignore[arg-type]
     assert len(entries()) == 1
-    assert not any(path.name.startswith(".") for path in packed.packed_dir().iterdir())
+    assert not any(path.name.startswith(".") for path in cache.packed_dir().iterdir())
 
 
 def test_the_second_session_maps_what_the_first_wrote(tiny_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +60,7 @@ def test_the_second_session_maps_what_the_first_wrote(tiny_bundle: MakeBundle, m
 
     monkeypatch.setattr(packed, "open_graph", noted)
     packed.open_packed(bundle, "target-chain", SETTINGS)
-    assert [path.parent.parent for path in opened] == [packed.packed_dir()]
+    assert [path.parent.parent for path in opened] == [cache.packed_dir()]
     assert {path: path.stat().st_mtime_ns for path in bundle.directory.iterdir()} == before
 
 
@@ -123,4 +124,14 @@ def test_a_graph_that_is_broken_is_named_as_such(tiny_bundle: MakeBundle, monkey
 def test_small_models_are_not_packed(tiny_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_WORTH", 16 << 20)
     packed.open_packed(Bundle.load(tiny_bundle("int4")), "target-chain", SETTINGS)
-    assert not packed.packed_dir().exists()
+    assert not cache.packed_dir().exists()
+
+
+def test_packed_weights_are_listed_and_pruned(tiny_bundle: MakeBundle) -> None:
+    bundle = Bundle.load(tiny_bundle("int4"))
+    packed.open_packed(bundle, "target-chain", SETTINGS)
+    (entry,) = cache.entries()
+    assert entry.name.startswith("packed/") and entry.size > 0
+    assert cache.prune([entry.name]) == [entry] and cache.entries() == []
+    packed.open_packed(bundle, "target-chain", SETTINGS)
+    assert len(cache.prune()) == 1 and list(cache.packed_dir().iterdir()) == []
