@@ -19,12 +19,19 @@ DRAFT_VOCAB_FILE = "draft_to_target_ids.npy"  # int64 [U], absolute ids
 
 TAP_CONVENTION = "tap t is the residual stream entering block t; 0 the embeddings, L before the final norm"
 
-_DRAFT_FILES = ("draft.", "projection.", "draft_to_target_ids.")
+_DRAFT_FILES = ("draft.", "draft-native.", "projection.", "draft_to_target_ids.")
 _TEXT_FILES = ("tokenizer.json", "text.json")
 
 # Roles a graph can have in a bundle.
 GraphRole = Literal[
-    "target-chain", "target-tree", "target-native", "target-states", "target-batch", "draft", "projection"
+    "target-chain",
+    "target-tree",
+    "target-native",
+    "target-states",
+    "target-batch",
+    "draft",
+    "draft-native",
+    "projection",
 ]
 
 

@@ -19,7 +19,7 @@ from elsi_edge.artifacts import DraftConfig, Precision
 from elsi_edge.bundle import DRAFT_VOCAB_FILE, GraphRole
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.draft.shapes import block_prefixes
-from elsi_edge.export import embedding, surgery
+from elsi_edge.export import embedding, native_draft, surgery
 from elsi_edge.export.rounding import BLOCK
 
 _EMBEDDED = "embedded"
@@ -27,7 +27,10 @@ _MICROSOFT = "com.microsoft"
 
 
 def write_draft(out: Path, draft: LoadedDraft, *, base: Path, precision: Precision) -> dict[GraphRole, str]:
-    """Write draft.onnx, projection.onnx and the vocabulary map into `out`; `base` is the target graph beside it."""
+    """Write draft.onnx, projection.onnx and the vocabulary map into `out`; `base` is the target graph beside it.
+
+    draft-native.onnx is both in one over the same weights, where the native operators can run their products.
+    """
     projection = _quantised(_projection(draft), precision)
     ir.save(ir.from_proto(projection), out / "projection.onnx", external_data="projection.weights")
     block = _quantised(_block(draft), precision)
@@ -37,7 +40,10 @@ def write_draft(out: Path, draft: LoadedDraft, *, base: Path, precision: Precisi
     embedding.embed_with(graph, surgery.load_graph(base), _EMBEDDED)
     surgery.save_graph(graph, path)
     np.save(out / DRAFT_VOCAB_FILE, draft.draft_to_target_ids, allow_pickle=False)
-    return {"draft": "draft.onnx", "projection": "projection.onnx"}
+    graphs: dict[GraphRole, str] = {"draft": "draft.onnx", "projection": "projection.onnx"}
+    if native_draft.write_native_draft(out, out / "draft-native.onnx"):
+        graphs["draft-native"] = "draft-native.onnx"
+    return graphs
 
 
 def _projection(draft: LoadedDraft) -> onnx.ModelProto:

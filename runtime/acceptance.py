@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from elsi_edge.runtime.drafter import Draft, likeliest
+from elsi_edge.runtime.drafter import Draft
 from elsi_edge.runtime.ngram import FROM, PRIOR, NgramIndex, kind
 from elsi_edge.runtime.recorded import Recorded
 
@@ -24,7 +24,7 @@ def draft_ranks(draft: Draft, answers: Sequence[Recorded], *, until: float) -> l
         for place in range(start, len(tokens) - 1):
             step = draft.extend(tokens[before + 1 : place + 1], answer.taps[before:place])
             before = place
-            guesses = draft.draft_to_target_ids[likeliest(step.log_probs[-1], _RANKS)].tolist()
+            guesses = draft.draft_to_target_ids[step.likeliest(len(step.log_probs) - 1, _RANKS)].tolist()
             if tokens[place + 1] in guesses:
                 counts[guesses.index(tokens[place + 1])] += 1
             total += 1

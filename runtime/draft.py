@@ -5,7 +5,7 @@ Entry p of the draft pairs the target's state at position p with token p + 1 and
 target's (EAGLE-3's training-time test, arXiv 2503.01840, trains for this).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +28,23 @@ class DraftStep:
 
     log_probs: NDArray[np.float32]  # [R, U] over the draft vocabulary
     states: NDArray[np.float32]  # [R, E] the draft's own states, to continue from
+    top: NDArray[np.int64] | None = None  # [R, K] the likeliest indices, likeliest first, where the graph found them
+
+    def likeliest(self, row: int, count: int) -> list[int]:
+        """Indices of the `count` likeliest of a row, likeliest first, of equal ones the lower."""
+        if self.top is not None and count <= self.top.shape[1]:
+            found: list[int] = self.top[row, :count].tolist()
+            return found
+        return likeliest(self.log_probs[row], count)
 
 
 class OrtDraft:
-    """A draft graph and its projection graph; one cache, batch 1."""
+    """A draft graph and its projection graph, or both in one native graph; one cache, batch 1."""
 
     def __init__(
         self,
         draft: ort.InferenceSession,
-        projection: ort.InferenceSession,
+        projection: ort.InferenceSession | None,
         *,
         config: DraftConfig,
         draft_to_target_ids: NDArray[np.int64],
@@ -44,9 +52,10 @@ class OrtDraft:
         self.config = config
         self.draft_to_target_ids = draft_to_target_ids  # [U] absolute target ids
         self.cache = KvCache(blocks=config.depth, kv_heads=config.kv_heads, head_width=config.head_width)
-        self._graph, self._projection = BoundGraph(draft), BoundGraph(projection)
+        self._graph = BoundGraph(draft)
+        self._projection = None if projection is None else BoundGraph(projection)  # None: the graph projects
         self._scratch = Scratch()
-        self._made: dict[tuple[int, int], dict[str, NDArray[Any]]] = {}  # buffers by shape of a call
+        self._made: dict[tuple[int, int, int], dict[str, NDArray[Any]]] = {}  # buffers by shape of a call
         self._seqlens, self._total = np.zeros(1, np.int32), np.zeros((), np.int32)
         self._graph.bind_input("seqlens_k", self._seqlens)
         self._graph.bind_input("total_sequence_length", self._total)
@@ -69,9 +78,13 @@ class OrtDraft:
         for start in range(0, len(next_tokens), ENTRY_ROWS):
             tokens = np.asarray(next_tokens[start : start + ENTRY_ROWS], np.int64)
             count = len(tokens)
-            states = self._project(taps[start : start + count])
+            block = taps[start : start + count]
             positions = np.arange(self.cache.length, self.cache.length + count)
             seen = np.tri(count, dtype=np.bool_)
+            if self._projection is None:
+                states = {"taps": block}
+            else:
+                states = {"state": self._project(self._projection, block)}
             step = self._run(tokens, states, positions, seen, used=self.cache.length, rows=[count - 1])
             self.cache.commit(range(count))
         return step
@@ -86,27 +99,27 @@ class OrtDraft:
         """
         used = self.cache.length + seen.shape[1] - len(tokens)
         positions = np.full(len(tokens), self.cache.length + depth - 1)
-        return self._run(tokens, states, positions, seen, used=used, rows=range(len(tokens)))
+        return self._run(tokens, {"state": states}, positions, seen, used=used, rows=range(len(tokens)))
 
     def room(self) -> int:
         """How many levels of nodes fit before the context ends."""
         return self.config.context - self.cache.length
 
-    def _project(self, taps: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _project(self, projection: BoundGraph, taps: NDArray[np.float32]) -> NDArray[np.float32]:
         count = len(taps)
         source = self._scratch.array("taps", (1, count, taps.shape[1]), np.float32)
         source[0] = taps
         states = self._scratch.array("projected", (1, count, self.config.width), np.float32)
-        self._projection.use("taps", source)
-        self._projection.use("state", states)
-        self._projection.run()
+        projection.use("taps", source)
+        projection.use("state", states)
+        projection.run()
         result: NDArray[np.float32] = states[0]
         return result
 
     def _run(
         self,
         tokens: NDArray[np.int64],
-        states: NDArray[np.float32],
+        states: Mapping[str, NDArray[np.float32]],
         positions: NDArray[np.int64],
         seen: NDArray[np.bool_],
         *,
@@ -116,9 +129,10 @@ class OrtDraft:
         count, total = len(tokens), used + len(tokens)
         self._graph.reserve(self.cache, total)
         self._seqlens[0], self._total[...] = total - 1, total
-        buffers = self._buffers(count, len(rows))
+        buffers = self._buffers(count, len(rows), len(states.get("taps", ())))
         buffers["input_ids"][0] = tokens
-        buffers["state"][0] = states
+        for name, given in states.items():
+            buffers[name][0] = given
         buffers["position_ids"][0] = positions
         buffers["logit_rows"][:] = rows
         for name, buffer in buffers.items():
@@ -127,27 +141,45 @@ class OrtDraft:
         self._graph.bind_input("attention_bias", attention_bias(seen, total - seen.shape[1], out=flat))
         self._graph.run()
         own = buffers["next_state"][0]
+        native = self._projection is None
         return DraftStep(
-            log_probs=log_softmax(buffers["logits"][0]),
+            log_probs=buffers["log_probs"][0].copy() if native else log_softmax(buffers["logits"][0]),
             states=own.copy() if len(rows) == count else own[list(rows)],
+            top=buffers["likeliest"][0].copy() if native else None,
         )
 
-    def _buffers(self, count: int, rows: int) -> dict[str, NDArray[Any]]:
-        """What a call over `count` nodes binds, with predictions for `rows` of them; made once for each shape."""
-        made = self._made.get((count, rows))
+    def _buffers(self, count: int, rows: int, projected: int) -> dict[str, NDArray[Any]]:
+        """What a call over `count` nodes binds, `projected` of them from taps, with predictions for `rows` of them;
+        made once for each shape."""
+        made = self._made.get((count, rows, projected))
         if made is None:
             width, vocab = self.config.width, self.config.draft_vocab_size
-            made = self._made[count, rows] = {
+            made = self._made[count, rows, projected] = {
                 "input_ids": np.empty((1, count), np.int64),
-                "state": np.empty((1, count, width), np.float32),
+                "state": np.empty((1, count - projected, width), np.float32),
                 "position_ids": np.empty((1, count), np.int64),
                 "logit_rows": np.empty(rows, np.int64),
-                "logits": np.empty((1, rows, vocab), np.float32),
                 "next_state": np.empty((1, count, width), np.float32),
             }
+            if self._projection is None:
+                taps, most = self._graph.inputs["taps"].shape[-1], self._graph.outputs["likeliest"].shape[-1]
+                made["taps"] = np.empty((1, projected, taps), np.float32)
+                made["log_probs"] = np.empty((1, rows, vocab), np.float32)
+                made["likeliest"] = np.empty((1, rows, most), np.int64)
+            else:
+                made["logits"] = np.empty((1, rows, vocab), np.float32)
             if len(self._made) > _MOST_SHAPES:
                 self._made.pop(next(iter(self._made)))
         return made
+
+
+def likeliest(log_probs: NDArray[np.float32], count: int) -> list[int]:
+    """Indices of the `count` largest of [U], largest first, of equal ones the lower."""
+    if count == 1:
+        return [int(np.argmax(log_probs))]
+    count = min(count, len(log_probs))
+    top = np.argpartition(-log_probs, count - 1)[:count]
+    return sorted(top.tolist(), key=lambda index: (-log_probs[index], index))
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -128,15 +128,6 @@ class Drafter:
         return self._step
 
 
-def likeliest(log_probs: NDArray[np.float32], count: int) -> list[int]:
-    """Indices of the `count` largest of [U], largest first, of equal ones the lower."""
-    if count == 1:
-        return [int(np.argmax(log_probs))]
-    count = min(count, len(log_probs))
-    top = np.argpartition(-log_probs, count - 1)[:count]
-    return sorted(top.tolist(), key=lambda index: (-log_probs[index], index))
-
-
 def _seen(parents: Sequence[int], frontier: Sequence[int], run: Sequence[int]) -> NDArray[np.bool_]:
     """[T, W] which of the nodes run so far each frontier node sees: its ancestors and itself."""
     place = {node: index for index, node in enumerate(run)}

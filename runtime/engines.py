@@ -6,6 +6,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from elsi_edge.artifacts import DraftConfig
 from elsi_edge.bundle import DRAFT_VOCAB_FILE, Bundle
 from elsi_edge.errors import BundleError
 from elsi_edge.runtime import native_ops
@@ -40,13 +41,7 @@ class BundleEngines:
     @property
     def native(self) -> bool:
         """Whether the native operators run this bundle: every row has bits of its own, in trees too."""
-        on_cpu = resolve_provider(self._settings.provider) == "CPUExecutionProvider"
-        return (
-            self._settings.native
-            and on_cpu
-            and "target-native" in self._bundle.manifest.graphs
-            and native_ops.report().available
-        )
+        return bool(native_ops.path_for(self._bundle.manifest.graphs, self._settings))
 
     def __getitem__(self, exact: bool) -> Engine:
         manifest = self._bundle.manifest
@@ -78,17 +73,22 @@ class BundleEngines:
             config = self._bundle.manifest.draft
             draft = None
             if config is not None:
-                # One small product: waking a second thread for it takes longer than all of it.
-                alone = replace(self._settings, threads=1)
-                draft = OrtDraft(
-                    open_session(self._bundle.graph("draft"), self._settings),
-                    open_session(self._bundle.graph("projection"), alone),
-                    config=config,
-                    draft_to_target_ids=_draft_vocabulary(self._bundle),
-                )
+                draft = open_draft(self._bundle, config, self._settings)
             prior = PRIOR if self._tuning is None else self._tuning.ngram_prior
             self._proposer = MixedProposer(draft, ngram_prior=prior)
         return self._proposer
+
+
+def open_draft(bundle: Bundle, config: DraftConfig, settings: SessionSettings) -> OrtDraft:
+    """A bundle's draft, on its native graph where that runs here. Raises BundleError, ProviderError."""
+    projection = None
+    if native_ops.path_for(bundle.manifest.graphs, settings, role="draft-native"):
+        blocks = native_ops.open_native(bundle.graph("draft-native"), settings)
+    else:
+        blocks = open_session(bundle.graph("draft"), settings)
+        # One small product: waking a second thread for it takes longer than all of it.
+        projection = open_session(bundle.graph("projection"), replace(settings, threads=1))
+    return OrtDraft(blocks, projection, config=config, draft_to_target_ids=_draft_vocabulary(bundle))
 
 
 def _draft_vocabulary(bundle: Bundle) -> NDArray[np.int64]:

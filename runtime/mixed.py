@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from elsi_edge.runtime.confidence import DraftConfidence
 from elsi_edge.runtime.draft import DraftStep
-from elsi_edge.runtime.drafter import Draft, Drafter, likeliest
+from elsi_edge.runtime.drafter import Draft, Drafter
 from elsi_edge.runtime.ngram import PRIOR, NgramIndex, NgramRecord
 from elsi_edge.runtime.price import FREE
 from elsi_edge.runtime.proposal import Bounds, Candidates
@@ -128,7 +128,7 @@ class MixedProposer:
         while step is None or drafter.levels < depth - 1:
             node = drafter.levels
             step = drafter.expand([node], nodes.tokens, nodes.parents, node + 1)
-        self._confidence.note(depth, math.exp(step.log_probs[0].max()))
+        self._confidence.note(depth, math.exp(step.log_probs[0, step.likeliest(0, 1)[0]]))
         return step
 
     # --- trees -----------------------------------------------------------------------------------------------------
@@ -163,6 +163,9 @@ class MixedProposer:
         """Whether the draft's next level is worth its price."""
         if not frontier or not self._can_draft(bounds, depth):
             return False
+        assert self.drafter is not None
+        if depth > 1 and self.drafter.levels + len(frontier) > self.drafter.room:
+            return False  # every node of a tree takes a slot of the draft's context, whatever its depth
         if depth == 1:
             reaches = [1.0]
         else:
@@ -182,7 +185,7 @@ class MixedProposer:
         assert self.drafter is not None
         step = self.drafter.start() if depth == 1 else self.drafter.expand(rows, nodes.tokens, nodes.parents, depth - 1)
         for row in range(len(rows)):
-            self._confidence.note(depth, math.exp(step.log_probs[row].max()))
+            self._confidence.note(depth, math.exp(step.log_probs[row, step.likeliest(row, 1)[0]]))
         return step
 
     def _guesses_at(self, node: int, nodes: Candidates, bounds: Bounds) -> list[_Guess]:
@@ -228,7 +231,7 @@ class MixedProposer:
         if step is None:
             return [_Child(guess.token, guess.probability, "ngram") for guess in guesses]
         log_probs = step.log_probs[row]
-        likely = likeliest(log_probs, count)
+        likely = step.likeliest(row, count)
         found: dict[int, _Child] = {}
         left, before = 1.0, 1.0  # probability that the guesses leave to other tokens, and that the draft had left there
         for guess in guesses:

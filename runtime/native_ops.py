@@ -7,7 +7,7 @@ operator library of ONNX Runtime (domain `elsi.edge`); ctypes reads three plain 
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from elsi_edge.errors import ProviderError, UsageError
 from elsi_edge.runtime.options import SessionSettings
-from elsi_edge.runtime.ort import open_graph, session_options
+from elsi_edge.runtime.ort import open_graph, resolve_provider, session_options
 
 DOMAIN = "elsi.edge"
 LIBRARY = "libelsi_edge_ops.so"  # as setup.py names it
@@ -49,6 +49,15 @@ def report() -> NativeReport:
         return NativeReport(available=False, library=str(path), why_not=str(error))
     paths = tuple(library.elsi_native_paths().decode().split())
     return NativeReport(available=True, path=_forced or paths[0], paths=paths, library=str(path))
+
+
+def path_for(graphs: Container[str], settings: SessionSettings, *, role: str = "target-native") -> str:
+    """The instruction set on which a bundle with these graphs runs one of them natively; "" where it does not.
+
+    Raises ProviderError, UsageError for the provider.
+    """
+    on_cpu = resolve_provider(settings.provider) == "CPUExecutionProvider"
+    return report().path if settings.native and on_cpu and role in graphs else ""
 
 
 def library_path() -> Path:
@@ -95,6 +104,8 @@ _forced = ""  # the path forced at the moment, "" for the best
 def _load(path: Path) -> ctypes.CDLL:
     if not path.is_file():
         raise ProviderError(f"{path.name} was not built; it needs a C++ compiler when elsi-edge is installed")
+    if _is_stale(path):
+        raise ProviderError(f"{path.name} is older than its sources; build it again: pip install -e .")
     try:
         library = ctypes.CDLL(str(path))
         library.elsi_native_paths.restype = ctypes.c_char_p
@@ -105,3 +116,9 @@ def _load(path: Path) -> ctypes.CDLL:
     if found != FORMAT:
         raise ProviderError(f"{path.name} has format {found}, this version needs {FORMAT}; install elsi-edge again")
     return library
+
+
+def _is_stale(path: Path) -> bool:
+    """Whether sources beside the library (of an editable install, after a pull) were changed since it was built."""
+    sources = [*path.parent.glob("native/*.cpp"), *path.parent.glob("native/*.h")]
+    return any(source.stat().st_mtime > path.stat().st_mtime for source in sources)

@@ -117,6 +117,15 @@ def tiny_bundle(tiny_model: TinyModel) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def stock_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without the native operators."""
+    from elsi_edge.runtime import native_ops
+
+    absent = native_ops.NativeReport(available=False, why_not="left out by a test")
+    monkeypatch.setattr(native_ops, "report", lambda: absent)
+
+
+@pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """`run("generate", ...)` in a directory of its own, with `stdin` as bytes."""
     place = tmp_path / "here"

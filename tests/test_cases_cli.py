@@ -128,8 +128,8 @@ def test_what_cannot_be_written_or_exported_is_said_before_calibrating(
     one_line(run("export", tiny_model.model, "--context", 8), 2, "--context is 8", "at most the model's 256")
     narrow = model_dir(tmp_path / "narrow", head_dim=8)
     one_line(run("export", narrow), 1, "heads are 8 wide", "multiples of 16")
-    other = model_dir(tmp_path / "other", model_type="phi3")
-    one_line(run("export", other), 1, "'phi3' are not exported")
+    other = model_dir(tmp_path / "other", model_type="gemma")
+    one_line(run("export", other), 1, "'gemma' are not exported")
 
 
 def test_widths_that_blocks_do_not_divide(tmp_path: Path) -> None:

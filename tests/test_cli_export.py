@@ -229,7 +229,7 @@ def test_an_interrupt_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    def stop(*arguments: Any) -> None:
+    def stop(*arguments: Any, **named: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(builder, "build_base_graph", stop)

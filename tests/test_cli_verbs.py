@@ -71,6 +71,7 @@ def test_generate_streams_text_and_says_one_line_about_it(run: Run, tiny_bundle:
     assert run("generate", bundle, "-", "--max-tokens", 24, stdin=PROMPT.encode() + b"\n").out == shown.out
 
 
+@pytest.mark.usefixtures("stock_operators")
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
 def test_generate_json_and_the_same_tokens_as_plain(run: Run, tiny_bundle: Callable[..., Path], precision: str) -> None:
     bundle = tiny_bundle(precision)
@@ -85,6 +86,14 @@ def test_generate_json_and_the_same_tokens_as_plain(run: Run, tiny_bundle: Calla
     assert contract | {"exact", "identical", "peak_memory_bytes", "seed", "threads", "provider"} <= set(fast)
 
 
+def test_wide_trees_up_to_the_end_of_the_context(run: Run, tiny_bundle: Callable[..., Path]) -> None:
+    """Every node of the draft takes a slot, so its trees must shrink where the context ends."""
+    arguments = ("generate", tiny_bundle("fp32"), PROMPT, "--max-tokens", 256, "--json")
+    fast, plain = run(*arguments, "--draft-nodes", 30).json, run(*arguments, "--plain").json
+    assert fast["token_ids"] == plain["token_ids"] and fast["finish_reason"] == plain["finish_reason"] == "length"
+
+
+@pytest.mark.usefixtures("stock_operators")
 def test_a_tree_at_int4_needs_no_exact(run: Run, tiny_bundle: Callable[..., Path]) -> None:
     done = run("generate", tiny_bundle("int4"), PROMPT, "--no-exact", "--draft-nodes", 20, "--max-tokens", 8, "--json")
     assert done.json["mode"] == "tree" and not done.json["exact"] and "kernel noise" in done.json["exactness"]
@@ -109,6 +118,7 @@ def test_a_model_without_template_is_continued_raw_and_says_so(
     one_line(run("chat", bundle), 2, "no chat template", "generate --raw")
 
 
+@pytest.mark.usefixtures("stock_operators")
 @pytest.mark.parametrize(
     ("arguments", "code", "parts"),
     [
@@ -424,6 +434,7 @@ def test_bench_shows_a_table(run: Run, tiny_bundle: Callable[..., Path], tmp_pat
     assert "median of the answers' own ratios" in done.out and "Next: elsi-edge chat" in done.err
 
 
+@pytest.mark.usefixtures("stock_operators")
 def test_bench_says_when_tokens_differ(
     run: Run, tiny_bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,6 +479,7 @@ def test_an_interrupted_bench_keeps_what_it_has(
     assert (done.code, done.out, done.err) == (130, "", "warm up ...\nbench: 3 answers\ninterrupted\n")
 
 
+@pytest.mark.usefixtures("stock_operators")
 def test_bench_bad_input(run: Run, tiny_bundle: Callable[..., Path], tmp_path: Path) -> None:
     bundle = tiny_bundle("fp32")
     prompts = tmp_path / "p.jsonl"

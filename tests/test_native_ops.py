@@ -149,3 +149,17 @@ def test_without_the_library_the_stock_graph_runs(tiny_bundle: MakeBundle, monke
     session = Session.open(bundle.directory)
     assert not session.exact_trees
     assert session.generate("a tale", GenerateOptions(draft_nodes=3, max_tokens=4)).mode == "chain"
+
+
+def test_a_library_older_than_its_sources_is_not_used(tmp_path: Path) -> None:
+    """After a pull into an editable install the graphs may name operators that an old library lacks."""
+    library, source = tmp_path / native_ops.LIBRARY, tmp_path / "native" / "op.cpp"
+    source.parent.mkdir()
+    source.touch()
+    library.touch()
+    os.utime(source, (1, 1))
+    with pytest.raises(ProviderError, match="cannot be loaded"):
+        native_ops._load.__wrapped__(library)
+    os.utime(library, (0, 0))
+    with pytest.raises(ProviderError, match=r"older than its sources; build it again: pip install -e \."):
+        native_ops._load.__wrapped__(library)

@@ -23,8 +23,9 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
         "features": " ".join(cpu["features"]) or "none known",
         "memory": f"{common.size_text(memory['available'])} free of {common.size_text(memory['total'])}",
         "providers": ", ".join(report["providers"]) or "none",
+        "operators": report["native"]["note"],
         "extras": ", ".join(f"{name}: {_extra_text(extra)}" for name, extra in report["extras"].items()),
-        "cache": f"{cached['path']}, {common.size_text(cached['bytes'])} in {len(cached['entries'])} models",
+        "cache": f"{cached['path']}, {common.size_text(cached['bytes'])} in {len(cached['entries'])} entries",
     }
     for name, text in rows.items():
         common.out.print(f"{name:<10} {text}", soft_wrap=True)
@@ -62,6 +63,7 @@ def examine() -> dict[str, Any]:
         },
         "memory": {"total": memory.total, "available": memory.available},
         "providers": providers,
+        "native": _native() if providers else {"available": False, "path": "", "note": "onnxruntime cannot be loaded"},
         "extras": extras,
         "cache": {
             "path": str(cache.models_dir()),
@@ -78,6 +80,8 @@ def _problems(report: dict[str, Any], base: list[str]) -> list[str]:
     found = [f"the package {name}: pip install elsi-edge" for name in base if _version(name) is None]
     if not report["providers"]:
         found.append("onnxruntime cannot be loaded: pip install --force-reinstall onnxruntime")
+    if not report["native"]["available"]:
+        found.append(f"faster verification: {report['native']['note']}")
     missing = report["extras"].get("build", {}).get("missing", [])
     if missing:
         found.append(f"to export and train ({', '.join(missing)}): pip install 'elsi-edge[build]'")
@@ -129,6 +133,13 @@ def _providers() -> list[str]:
     except ImportError:
         return []
     return list(onnxruntime.get_available_providers())
+
+
+def _native() -> dict[str, Any]:
+    from elsi_edge.runtime.native_ops import report
+
+    found = report()
+    return {"available": found.available, "path": found.path, "note": found.note()}
 
 
 def _writable(path: Path) -> bool:
