@@ -35,7 +35,7 @@ class Settling:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """How far a greedy set is from the best one found."""
+    """How far a greedy set is from the best one found; a quick search only looks at some good sets, to show one."""
 
     m: int
     greedy: tuple[int, ...]
@@ -46,6 +46,7 @@ class Search:
     total: int  # sets of that size
     rows: int  # positions of the reservoir
     half_entropy: float  # nats, of the best set on half of the rows
+    quick: bool = False  # nobody asked for this size: few sets were measured, and `greedy` is no rule's answer
 
 
 @dataclass(frozen=True, kw_only=True)

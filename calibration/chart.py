@@ -107,11 +107,7 @@ def summary(analysis: Analysis, width: int = 80, ascii_only: bool = False) -> st
         *_wrapped([f"Pick ({words.method(selection)}, m = {selection.m}): {selection.describe()}{nats}"], width, 3),
     ]
     text = "answers of the target" if selection.settings.get("text") == "answers" else "prompts"
-    lines += _wrapped(
-        [f"measured on {selection.prompts} {text}, {selection.tokens} positions kept ({selection.keep:.0%} of each)"],
-        width,
-        2,
-    )
+    lines += _wrapped([f"measured on {selection.prompts} {text}: {words.counted(selection)}"], width, 4)
     table = _rules(analysis, width)[:_MOST_RULES]
     for sentence in analysis.verdict:
         lines += textwrap.wrap(

@@ -6,7 +6,7 @@ import json
 import os
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elsi_edge import fsio
-from elsi_edge.calibration.settings import Note
+from elsi_edge.calibration.rendering import Rendered
+from elsi_edge.calibration.settings import CalibrationSettings, Note, no_note
 from elsi_edge.errors import StorageError
+from elsi_edge.models import SourceModel
 
 EVERY_S = 60.0  # seconds between saves
 MOST_SHARE = 20.0  # times as long as the last save took, where that is more
+_FORMAT = 3  # raise it when what is summed up changes
 _META = "elsi-edge"
 _DTYPES = {"<f8": "F64", "<f4": "F32", "<i8": "I64"}  # numpy's names to those of safetensors
 
 
+def identity(model: SourceModel, rendered: Rendered, settings: CalibrationSettings) -> dict[str, Any]:
+    """What two runs must share for one to go on where the other stopped."""
+    return {
+        "format": _FORMAT,
+        "model": model.fingerprint,
+        "ids": [list(ids) for ids in rendered.ids],
+        "first": list(rendered.first),
+        "settings": repr(settings),
+    }
+
+
+def tokens_done(path: Path, model: SourceModel, rendered: Rendered, settings: CalibrationSettings) -> int:
+    """Tokens of which an interrupted run with these very inputs has left the sums at `path`."""
+    return Checkpoint(path, identity(model, rendered, settings), no_note).peek()
+
+
 class Checkpoint:
-    """One file of arrays and a JSON note; of another run, or damaged, it counts as not there."""
+    """One file of arrays and a JSON note; of another run, or damaged, it counts as not there.
+
+    The note says under "tokens" and "of" how many tokens are done, and of how many.
+    """
 
     def __init__(self, path: Path | None, identity: Mapping[str, Any], note: Note) -> None:
         self._path = path
@@ -32,6 +54,8 @@ class Checkpoint:
         self._note = note
         self._saved = time.monotonic()
         self._every = EVERY_S
+        self._held: tuple[int, int] | None = None  # tokens that the file holds, of how many
+        self._tried = False  # to save, in vain: said already
 
     @property
     def due(self) -> bool:
@@ -45,8 +69,10 @@ class Checkpoint:
         started = time.monotonic()
         try:
             self._write(self._path, arrays, {_META: json.dumps({"identity": self._identity, **meta})})
+            self._hold(meta)
         except StorageError as error:
             self._note(f"warning: progress is not saved: {error}")
+            self._tried = True
             return False
         finally:
             self._saved = time.monotonic()
@@ -92,10 +118,46 @@ class Checkpoint:
                 if meta.pop("identity", None) != self._identity:
                     self._note(f"note: {self._path} belongs to a run with other inputs; starting over")
                     return None
-                return {name: file.get_tensor(name) for name in list(file.keys())}, meta
+                arrays = {name: file.get_tensor(name) for name in list(file.keys())}
         except (SafetensorError, OSError, ValueError):
             self._note(f"note: {self._path} is cut short; starting over")
             return None
+        self._hold(meta)
+        return arrays, meta
+
+    def peek(self) -> int:
+        """Tokens that the file holds of this very run, without reading its arrays or saying anything."""
+        from safetensors import SafetensorError, safe_open
+
+        if self._path is None or not self._path.is_file():
+            return 0
+        try:
+            with safe_open(self._path, framework="numpy") as file:
+                meta = json.loads((file.metadata() or {}).get(_META, "{}"))
+        except (SafetensorError, OSError, ValueError):
+            return 0
+        if meta.get("identity") != self._identity:
+            return 0
+        self._hold(meta)
+        return self._held[0] if self._held else 0
+
+    def _hold(self, meta: Mapping[str, Any]) -> None:
+        self._held = (int(meta["tokens"]), int(meta["of"])) if "tokens" in meta else None
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Tell the user of a run that is interrupted inside what the next one goes on from."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self._held is None:
+                self.peek()
+            if self._held is not None:
+                done, total = self._held
+                self._note(f"saved up to {done:,} of {total:,} tokens; the same command goes on from there")
+            elif self._path is not None and not self._tried:
+                self._note("nothing to save yet")
+            raise
 
     def say(self, text: str) -> None:
         """A line for the user."""

@@ -18,7 +18,7 @@ that SmolLM2 shows at its ends.
 """
 
 _GRAM_ROWS = 64  # rows of all Gram matrices alive at a time in linear_cka
-_LEAST_ROWS = 4
+LEAST_ROWS = 4  # positions
 
 
 def linear_cka(rows: NDArray[np.floating], *, debiased: bool = False) -> FloatArray:
@@ -30,8 +30,8 @@ def linear_cka(rows: NDArray[np.floating], *, debiased: bool = False) -> FloatAr
     `rows`; memory beside them is 2 * taps * 64 * n for each thread. Raises SelectionError for fewer than four rows.
     """
     taps, count, _ = rows.shape
-    if count < _LEAST_ROWS:
-        raise SelectionError(f"CKA needs at least {_LEAST_ROWS} positions, there are {count}; give more prompts")
+    if count < LEAST_ROWS:
+        raise SelectionError(f"CKA needs at least {LEAST_ROWS} positions, there are {count}; give more prompts")
     inner = np.zeros((taps, taps))  # sums of products of Gram entries
     row_sums = np.zeros((taps, count))
     square = np.array([np.mean(np.square(tap), dtype=np.float64) for tap in rows]) * rows.shape[2]

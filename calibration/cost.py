@@ -58,8 +58,13 @@ def weight_count(shape: ModelShape) -> int:
     return shape.blocks * (attention + 3 * shape.width * shape.mlp_width) + shape.vocab_size * shape.width
 
 
-def forward_seconds(shape: ModelShape, lengths: Sequence[int], settings: CalibrationSettings) -> float:
-    """Seconds that the passes will take, right to about 2x, from a short trial of the speed of float32 products."""
+def forward_seconds(
+    shape: ModelShape, lengths: Sequence[int], settings: CalibrationSettings, *, done: int = 0
+) -> float:
+    """Seconds that the passes will take, right to about 2x, from a short trial of the speed of float32 products.
+
+    `done` tokens of the first pass are behind an interrupted run already.
+    """
     rows = np.ones((_TRIAL_ROWS, shape.width), np.float32)
     weights = np.ones((shape.width, shape.mlp_width), np.float32)
     rows @ weights
@@ -70,7 +75,7 @@ def forward_seconds(shape: ModelShape, lengths: Sequence[int], settings: Calibra
         best = min(best, time.perf_counter() - start)
     speed = rows.size * shape.mlp_width / best  # products a second
     passes = 1.25 if settings.probe else 1.0
-    return passes * sum(lengths) * weight_count(shape) / (speed * _EFFICIENCY)
+    return (passes * sum(lengths) - done) * weight_count(shape) / (speed * _EFFICIENCY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +83,8 @@ class Estimate:
     """What a run will take."""
 
     tokens: int  # of all prompts
-    seconds: float
+    done: int = 0  # of them, by an interrupted run
+    seconds: float  # of what is left
     memory: int  # bytes at the peak, the program's own aside
     weights: int  # bytes of it that are the model's
 
@@ -91,14 +97,15 @@ class Estimate:
         span = f"{self.seconds:.0f} s" if self.seconds < 90 else f"{self.seconds / 60:.0f} min"
         if self.seconds >= 5400:
             span = f"{self.seconds / 3600:.1f} h"
+        done = f" of which {self.done:,} are done, the rest" if self.done else ""
         return (
-            f"estimate: {self.tokens:,} tokens in about {span} on the CPU; {self.memory / 1e9:.1f} GB of memory, "
+            f"estimate: {self.tokens:,} tokens{done} in about {span} on the CPU; {self.memory / 1e9:.1f} GB of memory, "
             f"{self.weights / 1e9:.1f} of it the weights"
         )
 
 
-def estimate(model: SourceModel, lengths: Sequence[int], settings: CalibrationSettings) -> Estimate:
-    """Time and memory for prompts of these lengths, tokens."""
+def estimate(model: SourceModel, lengths: Sequence[int], settings: CalibrationSettings, *, done: int = 0) -> Estimate:
+    """Time and memory for prompts of these lengths, tokens, of which an interrupted run has `done` some."""
     # float16 is read as float32, everything else as it is stored
     weights = sum(
         (ref.stop - ref.start) * (2 if ref.dtype == "F16" else 1) for ref in list_tensors(model.directory).values()
@@ -106,7 +113,8 @@ def estimate(model: SourceModel, lengths: Sequence[int], settings: CalibrationSe
     batch = max(max(lengths), min(settings.batch_tokens, sum(lengths)))
     return Estimate(
         tokens=sum(lengths),
-        seconds=forward_seconds(model.shape, lengths, settings),
+        done=done,
+        seconds=forward_seconds(model.shape, lengths, settings, done=done),
         memory=weights + statistics_bytes(model.shape, settings) + batch_bytes(model.shape, batch),
         weights=weights,
     )

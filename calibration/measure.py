@@ -55,7 +55,7 @@ def measure(
     stop: threading.Event,
 ) -> Measured:
     """Run the pass. Raises SelectionError naming the tap for states that cannot be measured, and KeyboardInterrupt
-    after the batch in which `stop` was set, with everything so far saved."""
+    before the first batch or after the one in which `stop` was set, with everything so far saved."""
     order = order_of(rendered, settings)
     stages = stages_of(order, settings)
     sums = Sums(plan, settings, len(order))
@@ -68,26 +68,26 @@ def measure(
         sums.reservoir.merge([part("reservoir", arrays)])
         settling = [Settling(**{**s, "entropy": tuple(s["entropy"])}) for s in meta["settling"]]
         stage_done, batch_done = meta["stage"], meta["batch"]
-    total = float(sum(rendered.lengths))
+    total = sum(rendered.lengths)
     done = [i for stage in stages[:stage_done] for i in stage]
     latest: tuple[FloatArray, stability.Resampled] | None = None
     mine = [planned(stage, rendered, settings)[group.rank :: group.count] for stage in stages]
     skipped = [batch for stage in mine[:stage_done] for batch in stage] + mine[stage_done][:batch_done]
     left = [batch for stage in mine for batch in stage][len(skipped) :]
-    if skipped:
-        seen = sum(len(rendered.ids[i]) for batch in skipped for i in batch)
-        checkpoint.say(f"note: going on after {seen:,} of {int(total):,} tokens of an interrupted run")
+    seen = _begun(skipped, rendered, checkpoint, stop)
     captured = _captured(target, rendered, plan, left)  # once: finding the blocks runs the model
-    with progress("calibrate", total, "tokens") as bar:
-        bar.advance(float(sum(len(rendered.ids[i]) for batch in skipped for i in batch)))
+    with progress("calibrate", float(total), "tokens") as bar:
+        bar.advance(float(seen))
         for number in range(stage_done, len(stages)):
             here = itertools.islice(captured, len(mine[number]) - batch_done)
             for index, batch in enumerate(here, start=batch_done + 1):
                 sums.add(batch, rendered.first)
-                bar.advance(float(sum(len(prompt.entropy) for prompt in batch)) * group.count)
+                seen += (tokens := sum(len(prompt.entropy) for prompt in batch))
+                bar.advance(float(tokens * group.count))
                 if stop.is_set() or checkpoint.due:
                     if group.count == 1:  # a process's share is no state that any run could go on from
-                        _save(checkpoint, sums, settling, number, index)
+                        meta = {"stage": number, "batch": index, "tokens": seen, "of": total}
+                        _save(checkpoint, sums, settling, meta)
                     if stop.is_set():
                         raise KeyboardInterrupt
             batch_done = 0
@@ -112,6 +112,16 @@ def measure(
         settling=tuple(settling),
         used=tuple(done),
     )
+
+
+def _begun(skipped: Sequence[Sequence[int]], rendered: Rendered, checkpoint: Checkpoint, stop: threading.Event) -> int:
+    """Tokens of the batches that an interrupted run has left, said to the user; the last moment to stop for free."""
+    if stop.is_set():
+        raise KeyboardInterrupt
+    seen = sum(len(rendered.ids[i]) for batch in skipped for i in batch)
+    if skipped:
+        checkpoint.say(f"note: going on after {seen:,} of {sum(rendered.lengths):,} tokens of an interrupted run")
+    return seen
 
 
 def _looked(sums: Sums, *, last: bool, sampled: int | None) -> tuple[FloatArray, stability.Resampled] | None:
@@ -140,11 +150,11 @@ def _captured(
             waiting, size = [], len(next(ends, ()))
 
 
-def _save(checkpoint: Checkpoint, sums: Sums, settling: list[Settling], stage: int, batch: int) -> None:
+def _save(checkpoint: Checkpoint, sums: Sums, settling: list[Settling], meta: dict[str, int]) -> None:
     from elsi_edge.artifacts import to_plain
 
     arrays = {**sums.state(), **named("reservoir", sums.reservoir.state())}
-    checkpoint.save(arrays, {"settling": to_plain(settling), "stage": stage, "batch": batch})
+    checkpoint.save(arrays, {"settling": to_plain(settling), **meta})
 
 
 def _settling(sums: Sums, latest: tuple[FloatArray, stability.Resampled], prompts: int, seed: int) -> Settling:

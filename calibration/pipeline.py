@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from elsi_edge.artifacts import LayerSelection, PromptRow
 from elsi_edge.calibration import cost, parallel, probing, rules, variance
 from elsi_edge.calibration.analysis import Analysis
-from elsi_edge.calibration.checkpoint import Checkpoint
+from elsi_edge.calibration.checkpoint import Checkpoint, identity
 from elsi_edge.calibration.cka import compartments, linear_cka
 from elsi_edge.calibration.measure import DIGITS, Measured, measure
 from elsi_edge.calibration.probe import held_out
-from elsi_edge.calibration.rendering import Rendered, render
+from elsi_edge.calibration.rendering import Rendered, render, require_enough
 from elsi_edge.calibration.settings import CalibrationSettings, Note, Progress, no_note, no_progress
 from elsi_edge.calibration.stability import describe, outlook
 from elsi_edge.calibration.statistics import (
@@ -35,7 +35,6 @@ from elsi_edge.processes import Alone, Processes
 from elsi_edge.prompts import prompts_sha256
 
 ENOUGH_ROWS = 8  # kept positions per unit of width under which single-tap entropies are called shaky
-_FORMAT = 2  # of checkpoints: raise it when what is summed up changes
 
 
 def calibrate(
@@ -69,8 +68,8 @@ def analyse(
     Prompts go through the chat template (first turn of each), or as they are for a model without one; `answers` are the
     target's own, token ids in the same order. `threads` for torch; None leaves its default. `checkpoint` names a file
     from which an interrupted run goes on. When `stop` is set the batch in hand is finished, progress saved and
-    KeyboardInterrupt raised. What a reader should be warned of stands in `settings["warnings"]` of the selection. The
-    same inputs give the same selection.
+    KeyboardInterrupt raised, before the first batch at once; `note` is told what there is to go on from. What a reader
+    should be warned of stands in `settings["warnings"]` of the selection. The same inputs give the same selection.
     Raises ConfigError, DataError, ModelError, SelectionError, MissingExtraError, each in one line; SystemExit(0) on
     every process but the first.
     """
@@ -81,6 +80,7 @@ def analyse(
     if not prompts:
         raise DataError("calibration needs at least one prompt, there are none")
     rendered = render(model, prompts, skip=settings.skip, answers=answers)
+    require_enough(rendered, settings.keep)
     plan = Plan(
         blocks=blocks,
         width=model.shape.width,
@@ -88,13 +88,15 @@ def analyse(
         sets=tuple(taps for _, taps in rules.known_sets(settings, blocks)),
         held_out=held_out(len(prompts), seed=settings.seed),
     )
-    store = Checkpoint(checkpoint, _identity(model, rendered, settings), note)
+    store = Checkpoint(checkpoint, identity(model, rendered, settings), note)
     from elsi_edge.calibration import capture
 
-    with capture.torch_threads(threads), parallel.threads(threads):
+    with store.told(), capture.torch_threads(threads), parallel.threads(threads):
         started = time.monotonic()
         target = capture.load_target(model.directory, device=device)
         loaded = time.monotonic()
+        if stop.is_set():
+            raise KeyboardInterrupt
         opened = capture.open_model(target, rendered.ids, blocks=blocks)
         measured = measure(opened, rendered, plan, settings, progress, store, group, stop)
         streamed = time.monotonic()
@@ -225,6 +227,8 @@ class _Conclusion:
             "template_prefix": self._rendered.prefix,
             "rendering": self._rendered.how,
             "text": self._rendered.text,
+            "tokens_read": sum(self._rendered.lengths[i] for i in self._measured.used),
+            "eligible_positions": self._eligible(),
             "final_norm_entropy": round(self._measured.final_norm_entropy, DIGITS),
             "warnings": self._warnings(),
             "reservoir": self._rules.rows,
@@ -256,13 +260,18 @@ class _Conclusion:
             "sets": self._rules.set_wins,
         }
 
+    def _eligible(self) -> int:
+        eligible = self._rendered.eligible
+        return sum(eligible[i] for i in self._measured.used)
+
     def _warnings(self) -> list[str]:
         found = []
         kept, width, rows = self._measured.sums.covariances.count, self._width, self._rules.rows
         if kept < ENOUGH_ROWS * width:
+            larger = " or a larger --keep" if self._eligible() >= ENOUGH_ROWS * width else ""
             found.append(
                 f"{kept} kept positions are few for states of width {width} (from {ENOUGH_ROWS * width} on the pick "
-                "tends to settle); give more prompts or a larger --keep"
+                f"tends to settle); give more prompts{larger}"
             )
         if 0 in self._settings.taps:
             found.append("tap 0 is the embeddings, which a draft reads anyway; it adds nothing")
@@ -274,16 +283,6 @@ class _Conclusion:
         elif self._m > 1 and rows < self._m * width:
             found.append(f"sets were compared on {rows} positions, fewer than the {self._m * width} values of a set")
         return found
-
-
-def _identity(model: SourceModel, rendered: Rendered, settings: CalibrationSettings) -> dict[str, Any]:
-    return {
-        "format": _FORMAT,
-        "model": model.fingerprint,
-        "ids": [list(ids) for ids in rendered.ids],
-        "first": list(rendered.first),
-        "settings": repr(settings),
-    }
 
 
 def _tap_entropy(how: Normalisation, states: NDArray[np.float32]) -> float:

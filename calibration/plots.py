@@ -102,8 +102,9 @@ def normalisations(analysis: Analysis, axes: Any) -> None:
 def variance(analysis: Analysis, axes: Any) -> None:
     """Variance of a tap's entropy between prompts: all positions, those kept, and as many at random."""
     found = analysis.selection.variance
-    looks = {"unfiltered": ("-", style.GREY, "all positions"), "filtered": ("-", style.BLUE, "kept by the filter"),
-             "random": ("--", style.ORANGE, "as many at random")}  # fmt: skip
+    looks = {"unfiltered": ("-", style.GREY, "all positions (circles)"),
+             "filtered": ("-", style.BLUE, "kept by the filter (squares)"),
+             "random": ("--", style.ORANGE, "as many at random (triangles)")}  # fmt: skip
     count = 1
     for (name, (line, colour, label)), mark in zip(looks.items(), style.MARKERS, strict=False):
         values = numbers(found.get("by_tap", {}).get(name))
@@ -184,6 +185,7 @@ def wins(analysis: Analysis, axes: Any) -> None:
     stability = analysis.selection.stability
     shares = np.nan_to_num(numbers(stability["wins"]))
     chosen = style.chosen_of(analysis.selection)
+    chosen = chosen if len(chosen) == 1 else ()  # members of a set need not win by themselves
     bars = axes.bar(range(len(shares)), 100 * shares, color=style.BLUE, width=0.8)
     for tap in chosen:
         bars[tap].set(color=style.VERMILLION)
@@ -197,7 +199,7 @@ def wins(analysis: Analysis, axes: Any) -> None:
     single = style.single_tap_pick(analysis)
     axes.set_title(("" if single else "single taps: ") + f"{stability.get('resamples', 0):,} resamples of the prompts")
     if chosen:
-        names = (style.VERMILLION, "chosen" if len(chosen) == 1 else "in the chosen set"), (style.BLUE, "others")
+        names = (style.VERMILLION, "chosen"), (style.BLUE, "others")
         axes.legend(handles=[Patch(color=colour, label=label) for colour, label in names], loc="best")
 
 

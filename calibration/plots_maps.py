@@ -51,8 +51,9 @@ def partner_gains(analysis: Analysis, axes: Any) -> None:
     """Nats that a second tap (column) adds to a first one (row); a dot on the best partner of each row."""
     values = matrix(analysis.gains)
     shown = np.ma.masked_invalid(values)
-    image = axes.imshow(shown, origin="lower", cmap="cividis", interpolation="nearest")
-    axes.set_facecolor("#d9d9d9")
+    image = axes.imshow(shown, origin="lower", cmap="viridis", interpolation="nearest")
+    axes.set_facecolor("white")
+    axes.patch.set(hatch="////", edgecolor="#9a9a9a", linewidth=0.0)  # like no colour of the map
     seeds = [seed for seed in range(len(values)) if np.isfinite(values[seed]).any()]
     partners = [int(np.nanargmax(values[seed])) for seed in seeds]
     axes.plot(
@@ -62,7 +63,7 @@ def partner_gains(analysis: Analysis, axes: Any) -> None:
     axes.figure.colorbar(
         image, ax=axes, label=f"gain in joint entropy, nats ({analysis.gain_rows:,} positions)", shrink=0.9
     )
-    axes.set_title("what a partner adds to a seed; grey: not eligible")
+    axes.set_title("what a partner adds to a seed; hatched: not eligible")
     _pair_axes(axes, len(values), "partner (second tap)", "seed (first tap)")
 
 

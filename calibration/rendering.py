@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elsi_edge.artifacts import PromptRow
-from elsi_edge.errors import DataError, PromptError
+from elsi_edge.calibration.cka import LEAST_ROWS
+from elsi_edge.calibration.statistics import kept_count
+from elsi_edge.errors import DataError, PromptError, SelectionError
 from elsi_edge.models import SourceModel
 from elsi_edge.text import TextCodec
 
@@ -24,6 +26,15 @@ class Rendered:
     def lengths(self) -> list[int]:
         """Tokens of each sequence."""
         return [len(ids) for ids in self.ids]
+
+    @property
+    def eligible(self) -> list[int]:
+        """Positions of each sequence that count."""
+        return [max(0, len(ids) - start) for ids, start in zip(self.ids, self.first, strict=True)]
+
+    def kept(self, keep: float) -> int:
+        """Positions of all sequences of which the filter keeps this share."""
+        return sum(kept_count(count, keep) for count in self.eligible)
 
 
 def render(
@@ -59,6 +70,17 @@ def render(
         text="prompts" if answers is None else "answers",
         prefix=prefix,
     )
+
+
+def require_enough(rendered: Rendered, keep: float) -> None:
+    """Raise SelectionError, before anything is run, for prompts that leave too few positions to compare taps on."""
+    kept, eligible = rendered.kept(keep), sum(rendered.eligible)
+    if kept < LEAST_ROWS:
+        larger = " or a larger --keep" if eligible >= LEAST_ROWS else ""
+        raise SelectionError(
+            f"at least {LEAST_ROWS} kept positions are needed, these prompts leave {kept}: {keep:.0%} of the "
+            f"{eligible} that count, of {sum(rendered.lengths)} tokens; give more or longer prompts{larger}"
+        )
 
 
 def encode_prompts(model: SourceModel, prompts: Sequence[PromptRow]) -> list[list[int]]:

@@ -15,7 +15,7 @@ from elsi_edge.calibration import plot_style as style
 from elsi_edge.calibration import plots
 from elsi_edge.calibration import report_tables as tables
 from elsi_edge.calibration.analysis import Analysis
-from elsi_edge.calibration.plot_style import matrix, numbers
+from elsi_edge.calibration.plot_style import numbers
 from elsi_edge.calibration.words import GIVEN, listed, number, percent, span, whole
 
 REPORT = "report.html"
@@ -113,6 +113,9 @@ def _context(analysis: Analysis, files: Mapping[str, bytes]) -> dict[str, Any]:
         "single_taps": bool(analysis.settling) and not style.single_tap_pick(analysis),
         "set_score": "joint entropy less the CKA penalty" if selection.method == "elsi-c" else "joint entropy",
         "searches": search_words(analysis),
+        "best_pair": best_pair(analysis),
+        "positions": whole(selection.tokens),
+        "last_tap": selection.blocks,
         "stability": {"text": stability.get("text", ""), "stable": stability.get("stable")} if stability else None,
         "probe": {"text": probe.get("text", ""), "flagged": probe.get("flagged")} if probe.get("agreement") else None,
         "no_probe": probe.get("text", "The probe is not part of this run."),
@@ -154,14 +157,24 @@ def search_words(analysis: Analysis) -> tuple[str, str]:
     if selection.method == "elsi" and selection.m > 1:
         words = "Measuring all sets, or the most promising ones, says how much that leaves on the table."
         return "Greedy against the best", f"{grown} {words}"
-    sizes = listed(found.m for found in analysis.searches)
+    looked = " and ".join(f"{found.compared:,} of the {found.total:,} sets of {found.m}" for found in analysis.searches)
     if selection.m == 1:
         why = "At m = 1 there is nothing to compare: every tap is measured, so that greedy and best are the same."
     else:
-        why = "The chosen set is not among these, which go by joint entropy alone."
-    return "Sets of more taps" if selection.m == 1 else "Greedy against the best", (
-        f"{why} These are ELSI's sets of m = {sizes} on the same positions. {grown}"
+        why = "These go by joint entropy alone, and the chosen set does not come from among them."
+    return "Sets of more taps" if selection.m == 1 else "Sets by joint entropy alone", (
+        f"{why} A quick search looked at {looked}, the most promising on fewer positions: a hint at what more taps "
+        "hold, not the best there is (--method elsi with --m searches)."
     )
+
+
+def best_pair(analysis: Analysis) -> str:
+    """The pair with most in it, which the largest gain need not be: a poor seed gains most."""
+    found = next((found for found in analysis.searches if found.m == 2), None)
+    if found is None:
+        return ""
+    most = "highest joint entropy of the pairs measured on all positions"
+    return f"{most}: taps {listed(found.best)}, {number(found.best_entropy)} nats"
 
 
 def region_words(analysis: Analysis) -> str:
@@ -236,10 +249,9 @@ def _alt(analysis: Analysis, name: str) -> str:
         regions = "; ".join(span(ends) for ends in style.compartments_of(analysis)) or "none"
         return f"Map of CKA between all pairs of taps; compartments: {regions}."
     if name == "partner-gains":
-        values = matrix(analysis.gains)
-        seed, partner = (int(i) for i in np.unravel_index(int(np.nanargmax(values)), values.shape))
-        most = number(values[seed, partner])
-        return f"Map of the gain in joint entropy: most, {most} nats, for seed {seed} and partner {partner}."
+        words = "Map of the gain in joint entropy, a row per seed and a column per partner"
+        pair = best_pair(analysis)
+        return f"{words}. {pair[0].upper()}{pair[1:]}." if pair else f"{words}, a dot on the best partner of each seed."
     peaks = "; ".join(f"{name} {_extremes(values)[1]}" for name, values in analysis.normalisations.items())
     return f"Curves of matrix entropy by tap under each normalisation; highest: {peaks}."
 

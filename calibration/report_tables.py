@@ -11,7 +11,7 @@ import numpy as np
 from elsi_edge.calibration import plot_style as style
 from elsi_edge.calibration.analysis import Analysis, RuleResult
 from elsi_edge.calibration.plot_style import matrix, numbers
-from elsi_edge.calibration.words import change, listed, method, number, percent, seconds, signed, span, whole
+from elsi_edge.calibration.words import change, counted, listed, method, number, percent, seconds, signed, span, whole
 
 _ELSEWHERE = ("warnings", "cka_weight_sweep")  # settings that stand in a place of their own
 
@@ -37,7 +37,7 @@ def glance(analysis: Analysis) -> Table:
         ("blocks and width", f"{selection.blocks} blocks, so taps 0 to {selection.blocks}; width {selection.width:,}"),
         ("prompts", whole(selection.prompts)),
         ("text measured", text.get(settings.get("text", ""), str(settings.get("text", "-")))),
-        ("positions kept", f"{selection.tokens:,}: {selection.keep:.0%} of each prompt, the least sure first"),
+        ("positions kept", counted(selection)),
         ("normalisation", str(settings.get("normalisation", "-"))),
         ("draft's projection", _projection(selection.m, selection.width)),
         ("time", seconds(total) + (f" ({detail})" if detail else "")),
@@ -90,11 +90,11 @@ def wins(analysis: Analysis) -> Table:
     """Single taps that ever win a resample, most often first."""
     shares = np.nan_to_num(numbers(analysis.selection.stability.get("wins")))
     order = [int(tap) for tap in np.argsort(-shares, kind="stable") if shares[tap] > 0]
-    chosen = set(style.chosen_of(analysis.selection))
+    chosen = style.chosen_of(analysis.selection)
     return Table(
         head=("single tap", "resamples won"),
         rows=tuple((str(tap), percent(shares[tap])) for tap in order),
-        marked=frozenset(index for index, tap in enumerate(order) if tap in chosen),
+        marked=frozenset(index for index, tap in enumerate(order) if chosen == (tap,)),
     )
 
 
@@ -233,23 +233,32 @@ def pairs(values: Any, corner: str, digits: int = 2) -> Table:
 
 
 def searches(analysis: Analysis) -> Table:
-    """How far greedy sets are from the best found."""
-    rows = [
-        (
-            str(found.m),
-            listed(found.greedy),
-            number(found.greedy_entropy, 4),
-            listed(found.best),
-            number(found.best_entropy, 4),
-            number(found.best_entropy - found.greedy_entropy, 4),
-            f"{found.compared:,} of {found.total:,}",
-            whole(found.rows),
-            number(found.half_entropy, 4),
+    """Sets by size, and how far the greedy one is from the best found where that was searched for."""
+    compared = any(not found.quick for found in analysis.searches)
+    rows = []
+    for found in analysis.searches:
+        greedy = (
+            (
+                listed(found.greedy),
+                number(found.greedy_entropy, 4),
+                number(found.best_entropy - found.greedy_entropy, 4),
+            )
+            if not found.quick
+            else ("-", "-", "-")
         )
-        for found in analysis.searches
-    ]
-    head = ("m", "greedy set", "nats", "best found", "nats", "greedy is below by", "sets compared", "positions",
-            "best set on half of them, nats")  # fmt: skip
+        rows.append(
+            (
+                str(found.m),
+                listed(found.best),
+                number(found.best_entropy, 4),
+                *(greedy if compared else ()),
+                f"{found.compared:,} of {found.total:,}" + (", a quick search" if found.quick else ""),
+                whole(found.rows),
+                number(found.half_entropy, 4),
+            )
+        )
+    between = ("greedy set", "nats", "greedy is below by") if compared else ()
+    head = ("m", "best of those measured", "nats", *between, "sets measured", "positions", "on half of them, nats")
     return Table(head=head, rows=tuple(rows))
 
 

@@ -83,7 +83,7 @@ def show_pairs(sets: Sets) -> Found:
     """The best pair, found on the screen and confirmed among the closest on all rows."""
     pairs = pairs_of(sets.blocks)
     greedy = selection.elsi(sets.blocks, 2, sets.screen, sets.screen.prepare).taps
-    return _found(sets, greedy, _best(pairs, sets.screen, CLOSE_PAIRS), math.comb(sets.blocks, 2))
+    return _found(sets, greedy, _best(pairs, sets.screen, CLOSE_PAIRS), math.comb(sets.blocks, 2), quick=True)
 
 
 def show_triples(sets: Sets, pair: Set) -> Found:
@@ -95,7 +95,7 @@ def show_triples(sets: Sets, pair: Set) -> Found:
     grown = [_with(pair, t) for t in selection.candidates(sets.blocks) if t not in pair]
     scores = dict(zip(grown, spread(sets.half, grown), strict=True))
     best = sorted(grown, key=lambda s: (-scores[s], s))[:GROWN]
-    return _found(sets, best[0], best, math.comb(sets.blocks, 3))
+    return _found(sets, best[0], best, math.comb(sets.blocks, 3), quick=True)
 
 
 def best_sets(sets: Sets, m: int, greedy: Set, progress: Progress) -> Found:
@@ -146,7 +146,7 @@ def _best(pool: list[Set], score: SetEntropy, count: int) -> list[Set]:
     return sorted(pool, key=lambda s: (-score(s), s))[:count]
 
 
-def _found(sets: Sets, greedy: Set, pool: list[Set], total: int) -> Found:
+def _found(sets: Sets, greedy: Set, pool: list[Set], total: int, *, quick: bool = False) -> Found:
     ranked = _best(sorted({*pool, greedy}), sets.full, CLOSE)
     best = ranked[0]
     return Found(
@@ -160,6 +160,7 @@ def _found(sets: Sets, greedy: Set, pool: list[Set], total: int) -> Found:
             total=total,
             rows=sets.rows,
             half_entropy=round(sets.half(best), 6),
+            quick=quick,
         ),
         close=tuple(ranked),
     )

@@ -66,9 +66,14 @@ def keep_positions(entropy: NDArray[np.floating], *, keep: float, skip: int) -> 
     eligible = np.arange(min(skip, len(entropy)), len(entropy))
     if keep >= 1.0 or not len(eligible):
         return eligible
-    count = max(1, round(keep * len(eligible)))
+    count = kept_count(len(eligible), keep)
     order = np.argsort(-entropy[eligible], kind="stable")
     return np.sort(eligible[order[:count]])
+
+
+def kept_count(eligible: int, keep: float) -> int:
+    """How many of a prompt's `eligible` positions the `keep` share is: at least one where there is any."""
+    return max(1, round(keep * eligible)) if eligible and keep < 1.0 else eligible
 
 
 def random_positions(kept: int, *, length: int, skip: int, seed: int) -> NDArray[np.intp]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from elsi_edge.artifacts import LayerSelection
 from elsi_edge.calibration.analysis import RuleResult, Search
+from elsi_edge.calibration.words import method
 
 _LITTLE = 0.02  # share of joint entropy that a further tap must add to be called more than little
 
@@ -16,7 +17,7 @@ def verdict(
     parts = [
         _regions(selection, few=rows < width),
         _sizes(rules, searches),
-        _chosen_set(rules),
+        _chosen_set(selection, rules),
         str(selection.stability.get("text", "")),
         _probe(selection.probe, rules),
         _few_rows(rows, width),
@@ -56,13 +57,14 @@ def _sizes(rules: Sequence[RuleResult], searches: Sequence[Search]) -> str:
         gain = search.best_entropy - before
         size = "little" if gain < _LITTLE * before else f"{gain / before:.0%}"
         adds = f"adds {gain:.2f} nats ({size})" if gain > 0.005 else "adds nothing"
-        found.append(f"m = {search.m} {list(search.best)} {adds}")
+        quick = " (quick search)" if search.quick else ""
+        found.append(f"elsi m = {search.m} {list(search.best)}{quick} {adds}")
         before = search.best_entropy
     start = f"On {searches[0].rows} positions the best single tap holds {single:.2f} nats; "
     return start + ", then ".join(found) + "."
 
 
-def _chosen_set(rules: Sequence[RuleResult]) -> str:
+def _chosen_set(selection: LayerSelection, rules: Sequence[RuleResult]) -> str:
     """What the chosen set of several taps holds, where that is not the set named above."""
     chosen = next((rule for rule in rules if rule.chosen and len(rule.taps) > 1), None)
     single = next((rule for rule in rules if rule.name == "elsi m = 1"), None)
@@ -71,7 +73,8 @@ def _chosen_set(rules: Sequence[RuleResult]) -> str:
     gain = chosen.joint_entropy - single.joint_entropy
     more = f"{gain:.2f} more than" if gain > 0.005 else f"{-gain:.2f} less than" if gain < -0.005 else "no more than"
     return (
-        f"The chosen set {list(chosen.taps)} holds {chosen.joint_entropy:.2f} nats, {more} tap {single.taps[0]} alone."
+        f"The chosen set {list(chosen.taps)} ({method(selection)}) holds {chosen.joint_entropy:.2f} nats, {more} tap "
+        f"{single.taps[0]} alone."
     )
 
 

@@ -15,6 +15,25 @@ def method(selection: LayerSelection) -> str:
     return GIVEN if selection.method == "explicit" else selection.method
 
 
+def counted(selection: LayerSelection) -> str:
+    """How the tokens read became kept positions, e.g. "29,078 tokens read; ...: 6,883 positions kept"."""
+    found, kept = selection.settings, f"{selection.tokens:,} positions kept"
+    if "tokens_read" not in found or "eligible_positions" not in found:
+        return f"{kept} ({selection.keep:.0%} of each prompt)"
+    skipped = max(found.get("skip", 0), found.get("template_prefix", 0))
+    if found.get("text") == "answers":
+        passed = "only those that predict an answer's tokens count"
+    elif not skipped:
+        passed = "all of them count"
+    else:
+        head = " (the chat template's own)" if found.get("template_prefix", 0) == skipped > 1 else ""
+        passed = f"the first {skipped} of each prompt{head} do not count"
+    share = "all of them" if selection.keep >= 1.0 else f"the least sure {selection.keep:.0%}"
+    return (
+        f"{found['tokens_read']:,} tokens read; {passed}, which leaves {found['eligible_positions']:,}; {share}: {kept}"
+    )
+
+
 def number(value: Any, digits: int = 3) -> str:
     """A plain number with thousands separated, e.g. "5.325" or "18,204"."""
     return f"{value:,.{digits}f}" if _finite(value) else NOTHING

@@ -1,8 +1,9 @@
-"""The draft as one tiny native graph: projection, block and what proposing asks of the logits, over the same weights.
+"""The draft as one tiny native graph: projection, block and what proposing asks of the logits.
 
-Beside the stock pair (`draft_graph`) it saves a call a round and passes over the vocabulary: rows come as taps or as the
-draft's own states, taps first, and the outputs are log-probabilities and the likeliest ids. Products that fit are the
-native operators'; the attention stays stock, since nodes of a level see earlier ones under a mask.
+Beside the stock pair (`draft_graph`), and over its weights, it saves a call a round and passes over the vocabulary:
+rows come as taps or as the draft's own states, taps first, and the outputs are log-probabilities and the likeliest ids.
+Products that fit and the attention are the native operators': its `parents` [W] are those of all nodes since the last
+commit, the nodes of earlier calls first.
 """
 
 import logging
@@ -12,7 +13,7 @@ import onnx_ir as ir
 
 from elsi_edge.errors import ModelError
 from elsi_edge.export import surgery
-from elsi_edge.export.native_graph import use_native_products
+from elsi_edge.export.native_graph import use_native_attention, use_native_products
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ def write_native_draft(directory: Path, out: Path) -> bool:
     try:
         _project_inside(model, projection)
         use_native_products(model)
+        use_native_attention(model)
     except ModelError as error:
         _log.info("no native draft: %s", error)
         return False

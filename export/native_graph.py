@@ -4,6 +4,7 @@ MatMulNBits with 4- or 8-bit weights in symmetric blocks of 32 becomes MatMulBlo
 GatedBlocks; what does not fit stays as it is.
 GroupQueryAttention becomes TreeAttention: in place of mask, positions and lengths the graph takes `cached` [1] int32,
 the slots in use, and `parents` [T] int64, the row of each row's parent, -1 where its parent is the last cached token.
+Where rows follow those of earlier calls that are not among the cached, `parents` [W] begins with the parents of those.
 """
 
 import logging
@@ -89,7 +90,7 @@ def _replace_gated(model: ir.Model, node: ir.Node) -> bool:
 def use_native_attention(model: ir.Model) -> int:
     """Replace every attention of a graph in the tree form; returns how many. Raises ModelError where one cannot be."""
     cached = ir.Value(name="cached", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT32))
-    parents = ir.Value(name="parents", shape=ir.Shape(["T"]), type=ir.TensorType(ir.DataType.INT64))
+    parents = ir.Value(name="parents", shape=ir.Shape(["W"]), type=ir.TensorType(ir.DataType.INT64))
     nodes = attentions(model)
     for node in nodes:
         _replace_attention(model, node, cached, parents)

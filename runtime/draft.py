@@ -57,8 +57,12 @@ class OrtDraft:
         self._scratch = Scratch()
         self._made: dict[tuple[int, int, int], dict[str, NDArray[Any]]] = {}  # buffers by shape of a call
         self._seqlens, self._total = np.zeros(1, np.int32), np.zeros((), np.int32)
-        self._graph.bind_input("seqlens_k", self._seqlens)
-        self._graph.bind_input("total_sequence_length", self._total)
+        self._cached, self._parents = np.zeros(1, np.int32), list[int]()  # of nodes since the last commit
+        if projection is None:
+            self._graph.bind_input("cached", self._cached)
+        else:
+            self._graph.bind_input("seqlens_k", self._seqlens)
+            self._graph.bind_input("total_sequence_length", self._total)
 
     def reset(self) -> None:
         """Empty the cache; its buffers stay."""
@@ -81,10 +85,7 @@ class OrtDraft:
             block = taps[start : start + count]
             positions = np.arange(self.cache.length, self.cache.length + count)
             seen = np.tri(count, dtype=np.bool_)
-            if self._projection is None:
-                states = {"taps": block}
-            else:
-                states = {"state": self._project(self._projection, block)}
+            states = {"taps": block} if self._projection is None else {"state": self._project(self._projection, block)}
             step = self._run(tokens, states, positions, seen, used=self.cache.length, rows=[count - 1])
             self.cache.commit(range(count))
         return step
@@ -128,17 +129,21 @@ class OrtDraft:
     ) -> DraftStep:
         count, total = len(tokens), used + len(tokens)
         self._graph.reserve(self.cache, total)
-        self._seqlens[0], self._total[...] = total - 1, total
         buffers = self._buffers(count, len(rows), len(states.get("taps", ())))
         buffers["input_ids"][0] = tokens
         for name, given in states.items():
             buffers[name][0] = given
-        buffers["position_ids"][0] = positions
         buffers["logit_rows"][:] = rows
+        if self._projection is not None:
+            buffers["position_ids"][0] = positions
         for name, buffer in buffers.items():
             self._graph.use(name, buffer)
-        flat = self._scratch.flat("bias", count * total, np.float32)
-        self._graph.bind_input("attention_bias", attention_bias(seen, total - seen.shape[1], out=flat))
+        if self._projection is None:
+            self._bind_parents(seen)
+        else:
+            self._seqlens[0], self._total[...] = total - 1, total
+            flat = self._scratch.flat("bias", count * total, np.float32)
+            self._graph.bind_input("attention_bias", attention_bias(seen, total - seen.shape[1], out=flat))
         self._graph.run()
         own = buffers["next_state"][0]
         native = self._projection is None
@@ -147,6 +152,23 @@ class OrtDraft:
             states=own.copy() if len(rows) == count else own[list(rows)],
             top=buffers["likeliest"][0].copy() if native else None,
         )
+
+    def _bind_parents(self, seen: NDArray[np.bool_]) -> None:
+        """For the native attention: the parents [W] of all nodes since the last commit, this call's last."""
+        before = seen.shape[1] - len(seen)  # nodes of earlier calls, of other levels
+        if before:
+            # An ancestor ran before its descendants, so the last one seen is the parent.
+            earlier = seen[:, :before][:, ::-1]
+            own = np.where(earlier.any(axis=1), before - 1 - earlier.argmax(axis=1), -1)
+        elif len(seen) > 1 and seen[-1, 0]:  # entries: each follows the one before it
+            own = np.arange(-1, len(seen) - 1)
+        else:
+            own = np.full(len(seen), -1)
+        parents = self._scratch.array("parents", (seen.shape[1],), np.int64)
+        self._parents[before:] = own.tolist()
+        parents[:] = self._parents
+        self._cached[0] = self.cache.length
+        self._graph.use("parents", parents)
 
     def _buffers(self, count: int, rows: int, projected: int) -> dict[str, NDArray[Any]]:
         """What a call over `count` nodes binds, `projected` of them from taps, with predictions for `rows` of them;
@@ -157,7 +179,6 @@ class OrtDraft:
             made = self._made[count, rows, projected] = {
                 "input_ids": np.empty((1, count), np.int64),
                 "state": np.empty((1, count - projected, width), np.float32),
-                "position_ids": np.empty((1, count), np.int64),
                 "logit_rows": np.empty(rows, np.int64),
                 "next_state": np.empty((1, count, width), np.float32),
             }
@@ -167,6 +188,7 @@ class OrtDraft:
                 made["log_probs"] = np.empty((1, rows, vocab), np.float32)
                 made["likeliest"] = np.empty((1, rows, most), np.int64)
             else:
+                made["position_ids"] = np.empty((1, count), np.int64)
                 made["logits"] = np.empty((1, rows, vocab), np.float32)
             if len(self._made) > _MOST_SHAPES:
                 self._made.pop(next(iter(self._made)))

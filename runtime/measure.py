@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from elsi_edge.runtime.drafter import Draft
 from elsi_edge.runtime.one_node import matrix_session
 from elsi_edge.runtime.target import Target
-from elsi_edge.runtime.tree import Tree
+from elsi_edge.runtime.tree import ROOT, Tree
 
 SPARSE_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 MOST_ROWS = 64
@@ -75,7 +75,7 @@ def time_draft(
         entry.append(1e3 * (time.perf_counter() - start))
         for depth in range(1, levels + 1):
             start = time.perf_counter()
-            seen = np.ones((width, width * depth), np.bool_)
+            seen = np.tile(np.eye(width, dtype=np.bool_), depth)  # so many chains beside each other
             found = draft.expand(np.array(token_ids[:width]), found.states[[-1] * width], depth, seen)
             level.append(1e3 * (time.perf_counter() - start))
         draft.keep(past)
@@ -103,6 +103,61 @@ def exact_rows(
             break
         good = count
     return good, tuple(tried)
+
+
+def exact_tree_rows(
+    target: Target, token_ids: Sequence[int], past: int, *, most: int, until: float
+) -> tuple[int, tuple[int, ...]]:
+    """Rows a step up to which every row of a tree has the bits of decoding its path one token a step, and what was
+    tried.
+
+    For targets whose rows may be of any tree; sizes that there was no time for are not claimed.
+    """
+    tried, good = [1], 1
+    target.keep(0)
+    target.prefill(token_ids[:past])
+    for rows in (count for count in sparse_rows(most) if count > 1):
+        if time.perf_counter() > until:
+            break
+        tokens = list(token_ids[past : past + rows])
+        tree = Tree(tokens=np.array(tokens[1:], np.int64), parents=_bushy(rows - 1))
+        step = target.verify(tokens[0], tree)
+        found = (step.logits.copy(), step.taps.copy())
+        tried.append(rows)
+        same = _paths_agree(target, tokens, tree, found, row=0)
+        target.keep(past)
+        if not same:
+            break
+        good = rows
+    return good, tuple(tried)
+
+
+def _bushy(nodes: int) -> NDArray[np.int64]:
+    """Parents of a tree in which half of the nodes continue the one before and the others any: deep and scattered."""
+    draw = np.random.default_rng(nodes)
+    any_before = [int(draw.integers(ROOT, node)) for node in range(nodes)]
+    return np.array([node - 1 if draw.random() < 0.5 else any_before[node] for node in range(nodes)], np.int64)
+
+
+def _paths_agree(
+    target: Target,
+    tokens: Sequence[int],
+    tree: Tree,
+    found: tuple[NDArray[np.float32], NDArray[np.float32]],
+    *,
+    row: int,
+) -> bool:
+    """Whether `row` and all below it have the bits of one token a step, with their path's tokens in the cache."""
+    step = target.verify(tokens[row], Tree.empty())
+    if not (np.array_equal(step.logits[0], found[0][row]) and np.array_equal(step.taps[0], found[1][row])):
+        return False
+    target.commit([0])
+    length = target.length
+    for child in tree.children(row).values():
+        target.keep(length)
+        if not _paths_agree(target, tokens, tree, found, row=child):
+            return False
+    return True
 
 
 def _in_steps(

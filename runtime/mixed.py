@@ -91,6 +91,7 @@ class MixedProposer:
 
     def _chain(self, bounds: Bounds) -> Candidates:
         nodes = Candidates()
+        least = 0.0 if bounds.price is FREE else _least(bounds)
         reach = 1.0  # probability that the path so far is accepted
         for depth in range(1, min(bounds.budget, bounds.depth) + 1):
             guesses = self._guesses(bounds, 1)
@@ -101,7 +102,7 @@ class MixedProposer:
                 break
             best = max(children, key=lambda child: child.probability)
             reach *= best.probability
-            if reach < _LEAST and bounds.price is not FREE:
+            if reach < least:
                 break
             nodes.add(best.token, depth - 2, math.log(max(reach, 1e-300)), best.source)
             self._index.append(best.token)
@@ -136,6 +137,7 @@ class MixedProposer:
     def _tree(self, bounds: Bounds) -> Candidates:
         shape = TreeShape.for_budget(bounds.budget, chain=False)
         nodes = Candidates()
+        least = math.log(_least(bounds))
         level: list[int] = [ROOT]  # nodes that may get children
         frontier: list[int] = [ROOT]  # those of them that the draft may run, best first
         for depth in range(1, bounds.depth + 1):
@@ -146,10 +148,13 @@ class MixedProposer:
             grown: list[int] = []  # children of nodes that the draft ran
             for parent in level:
                 row = rows.index(parent) if parent in rows else -1
+                # Below a node that is not worth its place none is.
+                reach = 1.0 if parent == ROOT else math.exp(nodes.scores[parent])
+                floor = 0.0 if bounds.price is FREE else math.exp(least) / reach
                 children = self._children(
-                    self._guesses_at(parent, nodes, bounds), step if row >= 0 else None, row, shape.beam
+                    self._guesses_at(parent, nodes, bounds, least), step if row >= 0 else None, row, shape.beam, floor
                 )
-                added = [self._add(nodes, child, parent) for child in children]
+                added = [self._add(nodes, child, parent) for child in children if child.probability >= floor]
                 fresh += added
                 grown += added if row >= 0 else []
             frontier = sorted(grown, key=lambda node: (-nodes.scores[node], node))[: shape.beam]
@@ -188,9 +193,9 @@ class MixedProposer:
             self._confidence.note(depth, math.exp(step.log_probs[row, step.likeliest(row, 1)[0]]))
         return step
 
-    def _guesses_at(self, node: int, nodes: Candidates, bounds: Bounds) -> list[_Guess]:
-        """n-gram continuations of a node: of the text with the path to it."""
-        if "ngram" not in bounds.proposals or (node != ROOT and nodes.scores[node] < math.log(_LEAST)):
+    def _guesses_at(self, node: int, nodes: Candidates, bounds: Bounds, least: float) -> list[_Guess]:
+        """n-gram continuations of a node whose score is at least `least`: of the text with the path to it."""
+        if "ngram" not in bounds.proposals or (node != ROOT and nodes.scores[node] < least):
             return []
         path = []
         while node != ROOT:
@@ -226,8 +231,11 @@ class MixedProposer:
             left -= found[-1].probability
         return found
 
-    def _children(self, guesses: Sequence[_Guess], step: DraftStep | None, row: int, count: int) -> list[_Child]:
-        """Candidates for one place: the draft's `count` likeliest and the n-grams', each with its probability."""
+    def _children(
+        self, guesses: Sequence[_Guess], step: DraftStep | None, row: int, count: int, floor: float = 0.0
+    ) -> list[_Child]:
+        """Candidates for one place: the draft's `count` likeliest and the n-grams', each with its probability; of the
+        draft's those from `floor` on."""
         if step is None:
             return [_Child(guess.token, guess.probability, "ngram") for guess in guesses]
         log_probs = step.log_probs[row]
@@ -243,8 +251,16 @@ class MixedProposer:
         for index in likely:
             token = int(self._ids[index])
             if token not in found:
-                found[token] = _Child(token, min(1.0, math.exp(log_probs[index]) * left / before), "draft")
+                chance = min(1.0, math.exp(log_probs[index]) * left / before)
+                if chance < floor:
+                    break
+                found[token] = _Child(token, chance, "draft")
         return list(found.values())
+
+
+def _least(bounds: Bounds) -> float:
+    """Path probability below which a node is worth its place in no proposal."""
+    return max(_LEAST, bounds.price.least_node(bounds.budget))
 
 
 def blend(matched: float, said: float) -> float:

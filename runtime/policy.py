@@ -16,6 +16,7 @@ Mode = Literal["plain", "chain", "tree"]
 
 # Until the device is measured: nodes a round at most. How many it takes depends on typical prices.
 DEFAULT_DRAFT_NODES: Mapping[Precision, int] = {"fp32": 8, "int8": 4, "int4": 4}
+DEFAULT_NATIVE_NODES = 8  # the same where the native operators run
 DEFAULT_SPEEDUP = 1.1  # over plain decoding, until it is known
 EXACT_TREE_NODES = EXACT_ROWS - 1  # of the native operators
 EXACT_CHAIN_NODES = 15  # int4 and int8 kernels give the same bits for 1 to 16 rows
@@ -29,12 +30,13 @@ class Policy:
     budget: int  # N at most; 0 when plain
     proposals: tuple[Proposal, ...]  # sources; empty when plain
     tuning: Tuning | None  # that chose; None when the user or a default did
+    native: bool = False  # whether the native operators run the target, for typical costs
 
     def pace(self, options: GenerateOptions, precision: Precision, clock: Clock) -> Pace:
         """Prices of the rounds: none for a budget that the user named, by the clock only where no seed is given."""
         if options.draft_nodes is not None or self.mode == "plain":
             return Pace()
-        costs = typical(precision) if self.tuning is None else self.tuning.costs()
+        costs = typical(precision, native=self.native) if self.tuning is None else self.tuning.costs()
         speedup = DEFAULT_SPEEDUP if self.tuning is None else self.tuning.choice.speedup
         return FixedPace(costs, speedup) if options.seed is not None else LivePace(costs, speedup, clock)
 
@@ -49,40 +51,45 @@ def decide(
 ) -> Policy:
     """The policy for one call on a bundle with these sources of candidates.
 
-    With `exact_trees` (the native operators) a row's bits are its own in trees of up to EXACT_TREE_NODES nodes.
+    With `exact_trees` (the native operators) a row's bits are its own in trees too: of up to EXACT_TREE_NODES nodes,
+    or of as many as the tuner tested on this device.
 
     Raises BundleError for a source that is not there, UsageError for what exact mode cannot hold.
     """
-    plain = Policy(mode="plain", budget=0, proposals=(), tuning=tuning)
+    plain = Policy(mode="plain", budget=0, proposals=(), tuning=tuning, native=exact_trees)
     if options.plain or options.draft_nodes == 0:
         return replace(plain, tuning=None)
     proposals = _proposals(options, sources, tuning)
     if not proposals:
         return plain
-    exact = options.exact and precision != "fp32" and not exact_trees
+    exact = options.exact and precision != "fp32"
     choice = tuning.choice if tuning is not None and (options.exact or precision == "fp32") else None
     if choice is not None and choice.mode == "plain" and options.draft_nodes is None:
         return plain
-    rows = EXACT_CHAIN_NODES + 1 if tuning is None else tuning.exact_rows
+    untested = EXACT_TREE_NODES if exact_trees else EXACT_CHAIN_NODES
+    most = untested if tuning is None else tuning.exact_rows - 1
     if options.draft_nodes is not None:
         budget = options.draft_nodes
+    elif choice is not None:
+        budget = choice.draft_nodes
     else:
-        budget = DEFAULT_DRAFT_NODES[precision] if choice is None else choice.draft_nodes
-        budget = min(budget, rows - 1) if exact else budget
+        budget = DEFAULT_NATIVE_NODES if exact_trees else DEFAULT_DRAFT_NODES[precision]
+    if exact and options.draft_nodes is None:
+        budget = min(budget, most)
     if budget == 0:
         return plain
-    if exact_trees and options.exact and budget > EXACT_TREE_NODES:
-        raise UsageError(
-            f"--draft-nodes is {budget}, exact mode at {precision} was tested for at most {EXACT_TREE_NODES}; "
-            "use fewer, or --no-exact"
-        )
     if exact:
-        _require_exact(options, precision, budget, rows, measured=tuning is not None)
+        where = "on this device" if tuning is not None else "as far as it is known"
+        _require_exact(options, precision, budget, most, where, trees=exact_trees)
     shape = options.shape
     if shape == "auto":
-        shape = choice.mode if choice is not None and choice.mode != "plain" else "tree"
-    mode: Mode = "chain" if exact or shape == "chain" else "tree"
-    return Policy(mode=mode, budget=budget, proposals=proposals, tuning=tuning if options.draft_nodes is None else None)
+        # Native rows are cheap for a chain already; wider trees pay with a good draft, which the tuner sees.
+        unmeasured: Mode = "chain" if exact_trees and options.draft_nodes is None else "tree"
+        likely = unmeasured if choice is None or choice.mode == "plain" else choice.mode
+        shape = "chain" if likely == "chain" else "tree"
+    mode: Mode = "chain" if (exact and not exact_trees) or shape == "chain" else "tree"
+    chose = tuning if options.draft_nodes is None else None
+    return replace(plain, mode=mode, budget=budget, proposals=proposals, tuning=chose)
 
 
 def _proposals(options: GenerateOptions, sources: tuple[Proposal, ...], tuning: Tuning | None) -> tuple[Proposal, ...]:
@@ -104,15 +111,16 @@ def _proposals(options: GenerateOptions, sources: tuple[Proposal, ...], tuning: 
     return found
 
 
-def _require_exact(options: GenerateOptions, precision: Precision, budget: int, rows: int, *, measured: bool) -> None:
-    if options.shape == "tree":
+def _require_exact(
+    options: GenerateOptions, precision: Precision, budget: int, most: int, where: str, *, trees: bool
+) -> None:
+    if options.shape == "tree" and not trees:
         raise UsageError(
             f"--shape tree at {precision} is not exact: its attention sums a path's keys in another order "
             "when they are not adjacent, and rounding then changes tokens; add --no-exact, or use a chain or fp32"
         )
-    if budget > rows - 1:
-        where = "on this device" if measured else "as far as it is known"
+    if budget > most:
         raise UsageError(
-            f"--draft-nodes is {budget}, exact mode at {precision} holds chains of at most "
-            f"{rows - 1}: its kernels give the same bits for 1 to {rows} rows only, {where}; use fewer, or --no-exact"
+            f"--draft-nodes is {budget}, exact mode at {precision} holds {'trees' if trees else 'chains'} of at most "
+            f"{most}: its kernels give the same bits for 1 to {most + 1} rows only, {where}; use fewer, or --no-exact"
         )

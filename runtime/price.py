@@ -7,6 +7,8 @@ probability that it is accepted exceeds its marginal milliseconds times the rate
 one under that rule is greedy, since what a draft's next call will say is known by its distribution only.
 """
 
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,15 @@ class Price:
     def node(self, count: int) -> float:
         """Of the `count`-th drafted node (from 1), beside those before it."""
         return self.nodes[count] - self.nodes[count - 1]
+
+    def least_node(self, budget: int) -> float:
+        """Of the cheapest of `budget` drafted nodes: one less likely is worth its place in no tree of so many."""
+        return self._least[budget]
+
+    @functools.cached_property
+    def _least(self) -> tuple[float, ...]:
+        steps = (after - before for before, after in itertools.pairwise(self.nodes))
+        return (0.0, *itertools.accumulate(steps, min))
 
     def mean_node(self, count: int) -> float:
         """Of one of `count` drafted nodes."""
@@ -74,12 +85,24 @@ _TYPICAL_DRAFT: Mapping[Precision, tuple[float, float]] = {  # the first call of
     "int8": (0.11, 0.06),
     "int4": (0.12, 0.07),
 }
+# The same with the native operators.
+_NATIVE: Mapping[Precision, Sequence[float]] = {
+    "fp32": _TYPICAL["fp32"],
+    "int8": (1.0, 1.05, 1.09, 1.16, 1.32, 1.52, 1.95, 2.50, 4.4),
+    "int4": (1.0, 1.02, 1.09, 1.14, 1.33, 1.51, 2.00, 2.64, 4.7),
+}
+_NATIVE_DRAFT: Mapping[Precision, tuple[float, float]] = {
+    "fp32": _TYPICAL_DRAFT["fp32"],
+    "int8": (0.12, 0.06),
+    "int4": (0.13, 0.07),
+}
 
 
-def typical(precision: Precision) -> Costs:
-    """Costs to go by until the device is measured, relative to one plain step."""
-    rows = interpolate(dict(zip(_ROWS, _TYPICAL[precision], strict=True)), MAX_DRAFT_NODES + 1)
-    entry, level = _TYPICAL_DRAFT[precision]
+def typical(precision: Precision, *, native: bool = False) -> Costs:
+    """Costs to go by until the device is measured, relative to one plain step; `native` with the native operators."""
+    curves, drafts = (_NATIVE, _NATIVE_DRAFT) if native else (_TYPICAL, _TYPICAL_DRAFT)
+    rows = interpolate(dict(zip(_ROWS, curves[precision], strict=True)), MAX_DRAFT_NODES + 1)
+    entry, level = drafts[precision]
     return Costs(contexts=(256,), verify=(rows,), entry=entry, level=level)
 
 

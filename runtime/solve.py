@@ -1,7 +1,7 @@
 """Which chain or tree, or none, brings the most tokens per second: recorded answers against the cost curve."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elsi_edge.runtime.decode import Plan
@@ -15,6 +15,8 @@ from elsi_edge.runtime.tally import Tally
 from elsi_edge.runtime.tuning import Choice
 
 _WORTH_IT = 1.02  # predicted speed-up below which nothing is drafted
+# Between calls of the target Python finds the caches full of weights: times what playing takes, as measured on rounds.
+_COLD = 3.0
 _MOST_NODES = 63  # of a tree that is considered
 
 
@@ -68,10 +70,17 @@ class Solver:
 
     answers: Sequence[Recorded]
     draft: Draft | None
-    costs: Costs  # milliseconds
+    costs: Costs  # milliseconds; its draft's level is a tree's
     overhead_ms: float  # of a round outside ONNX Runtime and proposing
     ngram_prior: tuple[float, ...]
     context: int
+    chain_level_ms: float | None = None  # a chain's level, where it is another
+
+    def costs_of(self, shape: Shape) -> Costs:
+        """The costs that hold for a shape."""
+        if self.chain_level_ms is None or not shape.chain:
+            return self.costs
+        return replace(self.costs, level=self.chain_level_ms)
 
     def plain_ms(self) -> float:
         """Milliseconds per token of plain decoding, on these answers."""
@@ -82,7 +91,7 @@ class Solver:
         """Play the answers with a shape; prices are those of rounds that bring `speedup` tokens a plain step."""
         counting = None if self.draft is None else CountingDraft(self.draft)
         proposer = MixedProposer(counting, ngram_prior=self.ngram_prior)
-        played, pace = Played(), FixedPace(self.costs, speedup) if shape.priced else Pace()
+        played, pace = Played(), FixedPace(self.costs_of(shape), speedup) if shape.priced else Pace()
         for answer in self.answers:
             plan = Plan(
                 budget=shape.nodes,
@@ -101,8 +110,8 @@ class Solver:
             tally.add(one, used)
             verify += self.costs.rows(one.drafted + 1, past)
         count = max(1, len(played.rounds))
-        draft = played.entries * self.costs.entry + played.levels * self.costs.level
-        overhead = count * self.overhead_ms + played.seconds * 1e3
+        draft = played.entries * self.costs.entry + played.levels * self.costs_of(shape).level
+        overhead = count * self.overhead_ms + _COLD * played.seconds * 1e3
         per_token = (verify + draft + overhead) / max(1, played.tokens)
         return Outcome(
             shape=shape,
@@ -117,14 +126,20 @@ class Solver:
         )
 
 
-def candidate_shapes(precision: str, exact: int, *, has_draft: bool) -> list[Shape]:
-    """Shapes to consider where `exact` rows a step are exact: chains at int4 and int8, trees too at fp32."""
+def candidate_shapes(precision: str, exact: int, *, has_draft: bool, exact_trees: bool = False) -> list[Shape]:
+    """Shapes to consider where `exact` rows a step are exact: chains at int4 and int8, trees where those are exact too.
+
+    At fp32 rows differ by rounding alone, so trees of any size are considered.
+    """
     both: tuple[Proposal, ...] = PROPOSALS if has_draft else ("ngram",)
-    tree = precision == "fp32"
-    most = _MOST_NODES if tree else exact - 1
+    tree = precision == "fp32" or exact_trees
+    most = _MOST_NODES if precision == "fp32" else min(_MOST_NODES, exact - 1)
+    kinds = [(False, n) for n in ((4, 8, 16, 30) if tree else ())]
+    if precision != "fp32":
+        kinds += [(True, n) for n in ((4, 15) if tree else (2, 4, 8, 15))]
     shapes = [
-        Shape(chain=not tree, nodes=nodes, proposals=proposals, priced=True)
-        for nodes in ((4, 8, 16, 30) if tree else (2, 4, 8, 15))
+        Shape(chain=chain, nodes=nodes, proposals=proposals, priced=True)
+        for chain, nodes in kinds
         for proposals in dict.fromkeys((both, ("ngram",)))
     ]
     shapes += [Shape(chain=True, nodes=nodes, proposals=both, priced=False) for nodes in (1, 2, 4)]

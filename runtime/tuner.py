@@ -19,6 +19,7 @@ from elsi_edge.runtime.measure import (
     MOST_ROWS,
     copy_bandwidth,
     exact_rows,
+    exact_tree_rows,
     matrix_peak,
     sparse_rows,
     time_draft,
@@ -77,20 +78,20 @@ class Tuner:
         """Measure, solve. Raises DataError when no prompt fits the context."""
         session = self.session
         engine = session.engine(exact=True)
-        machine = Machine.here(session.settings)
+        machine = Machine.here(session.settings, read_manifest(self.bundle).graphs)
         copied, peak = self._device(machine)
         answers = self._answers(engine)
         text = self._text(answers)
         pasts, measured = self._curves(engine, text)
         draft = _draft_of(engine)
-        entry, level = self._draft_times(engine, draft, text)
+        entry, levels = self._draft_times(engine, draft, text)
         good, tried = self._exact(engine, text)
         prior = ngram_prior(answers)
         costs = Costs(
             contexts=tuple(pasts),
             verify=tuple(interpolate(curve, max(curve)) for curve in measured),
             entry=entry or 0.0,
-            level=level or 0.0,
+            level=levels.get("tree", levels.get("chain", 0.0)),
         )
         tokens = sum(len(answer.token_ids) - 1 for answer in answers)
         overhead = 1e3 * sum(answer.seconds - answer.target_seconds for answer in answers) / tokens
@@ -101,10 +102,12 @@ class Tuner:
             overhead_ms=overhead,
             ngram_prior=prior,
             context=session.context,
+            chain_level_ms=levels.get("chain"),
         )
         outcomes = self._solve(solver, good)
         acceptance = self._acceptance(solver, outcomes, engine)
         self._progress("done", 1.0)
+        choice = choose_shape(outcomes, solver.plain_ms(), costs)
         verify = [{str(i + 1): ms for i, ms in enumerate(curve)} for curve in costs.verify]
         tuning = Tuning(
             bundle_sha256=bundle_sha256(self.bundle),
@@ -116,7 +119,7 @@ class Tuner:
             interpolated=tuple(row for row in range(1, len(verify[0]) + 1) if row not in measured[0]),
             contexts=tuple(ContextCurve(past=p, verify_ms=v) for p, v in zip(pasts[1:], verify[1:], strict=True)),
             draft_entry_ms=entry,
-            draft_level_ms=level,
+            draft_level_ms=levels.get("tree" if choice.mode == "tree" else "chain"),
             overhead_ms=overhead,
             exact_rows=good,
             exact_rows_tested=tried,
@@ -125,7 +128,7 @@ class Tuner:
             ngram_prior=prior,
             acceptance=acceptance,
             shapes=tuple(outcome.to_json() for outcome in outcomes),
-            choice=choose_shape(outcomes, solver.plain_ms(), costs),
+            choice=choice,
             seconds=time.perf_counter() - self._start,
             prompts_sha256=prompts_sha256(list(self.rows)),
             created_by=f"elsi-edge {__version__}",
@@ -195,27 +198,46 @@ class Tuner:
 
     def _draft_times(
         self, engine: Engine, draft: Draft | None, text: Sequence[int]
-    ) -> tuple[float | None, float | None]:
+    ) -> tuple[float | None, dict[str, float]]:
+        """Of the draft's first call in a round, and of a further level by kind of shape, ms."""
         if draft is None:
-            return None, None
-        width = 4 if self.session.precision == "fp32" else 1  # a tree's levels, a chain's
-        return time_draft(engine.target, draft, text, until=self._until("draft"), width=width)
+            return None, {}
+        widths = {"chain": 1}
+        if self.session.precision == "fp32" or self.session.exact_trees:
+            widths["tree"] = 4
+        until = self._until("draft")
+        part = (until - time.perf_counter()) / len(widths)
+        entries, levels = [], {}
+        for number, (kind, width) in enumerate(widths.items(), start=1):
+            end = until - part * (len(widths) - number)
+            entry, levels[kind] = time_draft(engine.target, draft, text, until=end, width=width)
+            entries.append(entry)
+        return min(entries), levels
 
     def _exact(self, engine: Engine, text: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         past = min(64, self.session.context // 4)
-        bits = self.session.precision != "fp32"
-        room = self.session.context - past - EXACT_ROWS - 2
-        good, tried = exact_rows(
-            engine.target, text[: past + max(2, room)], past, bits=bits, until=self._until("exact")
-        )
-        if good < EXACT_ROWS and tried[-1] == good:
-            self._notes.append(f"time to test {good} of {EXACT_ROWS} rows a step for exactness; use more --seconds")
+        room, until = self.session.context - past - 2, self._until("exact")
+        if self.session.exact_trees:
+            most = min(MOST_ROWS, room)
+            good, tried = exact_tree_rows(engine.target, text, past, most=most, until=until)
+        else:
+            most, bits = EXACT_ROWS, self.session.precision != "fp32"
+            good, tried = exact_rows(
+                engine.target, text[: past + max(2, room - EXACT_ROWS)], past, bits=bits, until=until
+            )
+        if good < most and tried[-1] == good:
+            self._notes.append(f"time to test {good} of {most} rows a step for exactness; use more --seconds")
         return good, tried
 
     def _solve(self, solver: Solver, exact: int) -> list[Outcome]:
         """Every shape that may run here, best first."""
         until = self._until("shapes")
-        shapes = list(candidate_shapes(self.session.precision, exact, has_draft=solver.draft is not None))
+        shapes = candidate_shapes(
+            self.session.precision,
+            exact,
+            has_draft=solver.draft is not None,
+            exact_trees=self.session.exact_trees,
+        )
         outcomes: list[Outcome] = []
         speedup = 1.1
         for number, shape in enumerate(shapes):

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,10 +10,11 @@ from typing import Any, Literal
 import onnxruntime as ort
 
 from elsi_edge.artifacts import Precision, from_plain, to_plain
-from elsi_edge.bundle import MANIFEST
+from elsi_edge.bundle import MANIFEST, read_manifest
 from elsi_edge.errors import ConfigError
 from elsi_edge.fsio import sha256_file, write_json
 from elsi_edge.machine import cores, cpu_features, cpu_name
+from elsi_edge.runtime import native_ops
 from elsi_edge.runtime.ngram import FROM
 from elsi_edge.runtime.options import MAX_DRAFT_NODES, PROPOSALS, SessionSettings
 from elsi_edge.runtime.ort import resolve_provider
@@ -21,6 +22,7 @@ from elsi_edge.runtime.price import Costs
 
 FORMAT = "elsi-edge-tuning"
 FORMAT_VERSION = 1
+NO_NATIVE = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +34,28 @@ class Machine:
     threads: int
     provider: str
     onnxruntime: str  # version: kernels change
+    native: str = NO_NATIVE  # instruction set and library of the native operators, where they run any graph
 
     @classmethod
-    def here(cls, settings: SessionSettings) -> "Machine":
-        """This machine, as a session with these settings would use it. Raises ProviderError, UsageError."""
+    def here(cls, settings: SessionSettings, graphs: Container[str] = ()) -> "Machine":
+        """This machine, as a session with these settings would use it on a bundle with these graphs (roles).
+
+        Raises ProviderError, UsageError.
+        """
+        path = native_ops.path_for(graphs, settings) or native_ops.path_for(graphs, settings, role="draft-native")
         return cls(
             cpu=cpu_name(),
             features=tuple(cpu_features()),
             threads=settings.threads or cores().usable,
             provider=resolve_provider(settings.provider),
             onnxruntime=ort.__version__,
+            native=f"{path}, library {native_ops.VERSION}" if path else NO_NATIVE,
         )
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the native operators ran a graph."""
+        return self.native != NO_NATIVE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +104,8 @@ class Tuning:
     draft_entry_ms: float | None  # the draft's first call in a round; None without a draft
     draft_level_ms: float | None  # each further one
     overhead_ms: float  # of a round outside ONNX Runtime
-    exact_rows: int  # rows a step up to which the bits (at fp32: the tokens) are those of one row a step
+    exact_rows: int  # rows a step up to which the bits (at fp32: the tokens) are those of one row a step; of trees
+    # with the native operators, of chains without
     exact_rows_tested: tuple[int, ...]
     copy_gb_per_s: float  # read and written
     matrix_gflop_per_s: float  # float32, 2 per multiply-add
@@ -181,10 +195,11 @@ def find_tuning(bundle: Path, settings: SessionSettings) -> tuple[Tuning | None,
         return None, f"ignored {path}: {' '.join(str(error).split())}; {again}"
     if tuning.bundle_sha256 != bundle_sha256(bundle):
         return None, f"ignored {path}: it was measured on another bundle ({tuning.model}); {again}"
-    here = Machine.here(settings)
-    for name in ("threads", "cpu", "features", "provider", "onnxruntime"):
+    here = Machine.here(settings, read_manifest(bundle).graphs)
+    for name in ("threads", "cpu", "features", "provider", "onnxruntime", "native"):
         then, now = getattr(tuning.machine, name), getattr(here, name)
         if then != now:
             shown = [" ".join(v) if isinstance(v, tuple) else v for v in (then, now)]
-            return None, f"ignored {path}: measured with {name} {shown[0]}, here {shown[1]}; {again}"
+            what = "native operators" if name == "native" else name
+            return None, f"ignored {path}: measured with {what} {shown[0]}, here {shown[1]}; {again}"
     return tuning, ""

@@ -102,6 +102,7 @@ def make_analysis(blocks: int = 30, *, m: int = 1, model: str = "smollm2-135m-in
                 total=math.comb(blocks, 2),
                 rows=2048,
                 half_entropy=joint + 0.187,
+                quick=m != 2,
             ),
             Search(
                 m=3,
@@ -113,6 +114,7 @@ def make_analysis(blocks: int = 30, *, m: int = 1, model: str = "smollm2-135m-in
                 total=math.comb(blocks, 3),
                 rows=2048,
                 half_entropy=joint + 0.2741,
+                quick=m != 3,
             ),
         ),
         cka=_rows(cka),

@@ -1,8 +1,11 @@
 """`elsi-edge calibrate` and `calibrate` on a tiny random model: files, figures, refusals, the same file twice."""
 
+import dataclasses
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 import elsi_edge.cli
 from elsi_edge.artifacts import LayerSelection, Method, PromptRow
 from elsi_edge.calibration import CalibrationSettings, calibrate
+from elsi_edge.calibration.sums import Sums
 from elsi_edge.errors import ConfigError, DataError, SelectionError
 from elsi_edge.models import SourceModel, resolve
 from elsi_edge.prompts import builtin_calibration_prompts
@@ -134,11 +138,24 @@ def test_nothing_left_after_the_filter(model: SourceModel) -> None:
 
 
 def test_a_single_position_is_refused_and_one_prompt_is_warned_of(model: SourceModel) -> None:
-    with pytest.raises(SelectionError, match="at least two kept positions, there is 1"):
+    few = r"at least 4 kept positions are needed, these prompts leave 1: 1% of the 14 that count.*larger --keep$"
+    with pytest.raises(SelectionError, match=few):
         calibrate(model, [PromptRow(id="a", turns=("a",))], CalibrationSettings(keep=0.01), threads=1)
     found = calibrate(model, ROWS[:1], threads=1)
     warning = found.settings["warnings"][0]
     assert str(found.tokens) in warning and f"width {WIDTH}" in warning
+    assert "--keep" not in warning  # even all positions are too few
+    settings, rows = CalibrationSettings(keep=0.1), [*ROWS, *ROWS]
+    found = calibrate(model, [dataclasses.replace(r, id=f"{i}") for i, r in enumerate(rows)], settings, threads=1)
+    assert found.settings["eligible_positions"] >= 8 * WIDTH > found.tokens
+    assert found.settings["warnings"][0].endswith("give more prompts or a larger --keep")
+
+
+def test_too_few_positions_are_refused_before_the_model_is_loaded(call: Command) -> None:
+    Path("one.txt").write_text("a\n")
+    code, out, err = call("--prompts", "one.txt", "--keep", "0.2")
+    assert (code, out) == (1, "") and "these prompts leave 3: 20% of the 14 that count" in err
+    assert len(err.splitlines()) == 1  # no pass was started
 
 
 def test_broken_weights_name_the_tap(model_dir: Path, tmp_path: Path) -> None:
@@ -180,6 +197,9 @@ def test_command_writes_a_selection_and_says_what_comes_next(call: Command, tmp_
     file = tmp_path / "work" / "tiny" / "selection.json"
     found = LayerSelection.from_json(json.loads(file.read_text()), str(file))
     assert f"tap {found.taps[0]}" in out and f"{found.joint_entropy:.3f} nats" in out
+    words = " ".join(out.split())
+    counted = f"{found.settings['tokens_read']:,} tokens read; the first {found.settings['template_prefix']} of each"
+    assert counted in words and f"which leaves {found.settings['eligible_positions']:,}; the least sure 30%" in words
     assert "^" in out and "12 prompts" in out and str(file) in out.replace("\n", "")
     page = tmp_path / "work" / "tiny" / "calibration" / "report.html"
     assert str(page) in out.replace("\n", "") and f"tap {found.taps[0]}" in page.read_text()
@@ -228,6 +248,44 @@ def test_the_next_command_names_what_the_default_places_do_not_hold(call: Comman
     assert code == 1 and err.endswith(f"elsi-edge export {name} --plain-only --work 'x x'\n")
 
 
+def test_taps_that_the_packaged_draft_does_not_read_want_a_draft_of_their_own(
+    call: Command, model: SourceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from elsi_edge import packaged
+
+    asked = ("--prompts", "prompts.jsonl", "--no-probe")
+    assert call(*asked, "--taps", "3")[0] == 0
+    own = LayerSelection.from_json(json.loads(Path("work/tiny/selection.json").read_text()), "file")
+    monkeypatch.setattr(packaged, "packaged_config", lambda: SimpleNamespace(
+        target_fingerprint=model.fingerprint, selection=own))  # fmt: skip
+    assert "--layers auto --m 1" in call(*asked, "--taps", "3")[2].splitlines()[-1]
+    err = call(*asked, "--taps", "1,3")[2]
+    assert "The packaged draft reads tap 3; one for taps 1, 3 has to be trained" in err
+    assert "--plain-only" in err.splitlines()[-1]
+
+
+def test_the_estimate_is_of_what_an_interrupted_run_left(
+    call: Command, model: SourceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from elsi_edge.calibration import cost, pipeline
+
+    event = threading.Event()
+    add = Sums.add
+
+    def stopping(sums: Sums, *given: Any) -> None:
+        add(sums, *given)
+        event.set()
+
+    monkeypatch.setattr(Sums, "add", stopping)
+    file, notes = Path("work/tiny/calibration/partial.safetensors"), list[str]()
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.analyse(model, ROWS, threads=1, checkpoint=file, stop=event, note=notes.append)
+    done = notes[0].removeprefix("saved up to ").split(" ")[0]
+    monkeypatch.setattr(cost, "_LARGE_S", -1.0)
+    assert f"tokens of which {done} are done, the rest in about" in call("--prompts", "prompts.jsonl")[2]
+    assert "are done" not in call("--prompts", "prompts.jsonl", "--fresh")[2]
+
+
 def test_a_probe_that_was_not_scored_says_why(call: Command, tmp_path: Path) -> None:
     Path("two.txt").write_text(f"{PAGE[:60]}\n{PAGE[90:160]}\n".replace("\n\n", " "))
     code, out, _ = call("--prompts", "two.txt")
@@ -269,6 +327,7 @@ def test_json_is_the_last_line(call: Command) -> None:
         (("--m", "2", "--method", "eagle3"), 2, "m is 2, but eagle3 takes 3 taps"),
         (("--method", "eagle9"), 2, "eagle9"),
         (("--keep", "0"), 2, "keep is 0.0, it must lie in (0, 1]"),
+        (("--layers", "auto"), 2, "--method chooses by a rule"),
         (("--taps", "1,x"), 2, "--taps '1,x' is no list of numbers"),
         (("--taps", "1,99"), 2, f"taps [1, 99] must lie in 0..{BLOCKS}"),
         (("--taps", "1", "--method", "elsi"), 2, "exclude each other"),

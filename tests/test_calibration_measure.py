@@ -136,6 +136,39 @@ def test_interrupted_after_any_batch_and_resumed_is_uninterrupted(
         assert not list(tmp_path.iterdir())
 
 
+def test_stopped_before_the_first_batch_runs_none(model: SourceModel, batches: Batches, tmp_path: Path) -> None:
+    file, notes = tmp_path / "checkpoint", list[str]()
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(KeyboardInterrupt):
+        run(model, checkpoint=file, stop=stop, note=notes.append)
+    assert (batches.seen, notes, file.exists()) == (0, ["nothing to save yet"], False)
+    interrupted(model, batches, file)
+    whole, notes = file.read_bytes(), []
+    batches.seen = 0
+    with pytest.raises(KeyboardInterrupt):
+        run(model, checkpoint=file, stop=stop, note=notes.append)
+    assert batches.seen == 0 and file.read_bytes() == whole and notes[0].startswith("saved up to ")
+
+
+def test_an_interrupt_at_once_names_what_the_last_save_holds(
+    model: SourceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, seen, notes = Sums.add, list[int](), list[str]()
+
+    def broken_off(sums: Sums, batch: Any, first: Any) -> None:
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        add(sums, batch, first)
+        seen.append(sum(len(prompt.entropy) for prompt in batch))
+
+    monkeypatch.setattr(Sums, "add", broken_off)
+    monkeypatch.setattr(Checkpoint, "due", property(lambda self: len(seen) == 2))
+    with pytest.raises(KeyboardInterrupt):
+        run(model, checkpoint=tmp_path / "checkpoint", note=notes.append)
+    assert len(notes) == 1 and notes[0].startswith(f"saved up to {sum(seen[:2]):,} of ")
+
+
 def test_interrupted_after_every_batch_is_uninterrupted(model: SourceModel, batches: Batches, tmp_path: Path) -> None:
     straight = results(run(model))
     total, file, interruptions = batches.seen, tmp_path / "checkpoint", 0
@@ -655,6 +688,8 @@ def test_one_wide_compartment_among_several_is_said() -> None:
 def test_what_m_buys_is_measured_on_the_same_rows() -> None:
     # single taps hold 5.4 nats on all positions, but 5.0 on those that sets were measured on
     selection = selection_with(((0, 30),), entropy=(1.0, *[5.4] * 30))
+    quick = dataclasses.replace(searched(2, 5.5), quick=True)
+    assert "elsi m = 2 [1, 2] (quick search) adds 0.50 nats" in said(selection, [quick])
     text = said(selection, [searched(2, 5.5), searched(3, 5.55)])
     assert "5.00" in text and "m = 2 [1, 2] adds 0.50 nats (10%)" in text
     assert "m = 3 [1, 2, 3] adds 0.05 nats (little)" in text
@@ -667,6 +702,11 @@ def test_flag_and_few_rows_are_part_of_the_verdict() -> None:
     few = said(flagged, rows=575)
     assert "fewer than the width 576" in few and "Too few positions" in few and "any spread of layers" not in few
     assert "fewer than the width" not in said(flagged, rows=576)
+    other = dataclasses.replace(flagged, method="elsi-c", taps=(5, 9))
+    rules = [RuleResult(name="elsi m = 1", taps=(5,), joint_entropy=5.0, mean_cka=0.0),
+             RuleResult(name="elsi-c m = 2", taps=(5, 9), joint_entropy=5.3, mean_cka=0.4, chosen=True)]  # fmt: skip
+    lines = verdict.verdict(other, rules, [], rows=2048, width=576)
+    assert any("The chosen set [5, 9] (elsi-c) holds 5.30 nats" in line for line in lines)
     stable = selection_with(((0, 30),), stability={"text": "The pick is stable.", "stable": True})
     assert "The pick is stable." in said(stable)
     assert said(selection_with(())) == ""

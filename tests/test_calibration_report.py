@@ -142,9 +142,9 @@ def _values(analysis: Analysis) -> Iterator[str]:
         yield from (
             f"{search.best_entropy:.4f}",
             f"{search.half_entropy:.4f}",
-            f"{search.compared:,} of {search.total:,}",
+            f"{search.compared:,} of {search.total:,}, a quick search",
         )
-        yield from (f"{search.best_entropy - search.greedy_entropy:.4f}", ", ".join(map(str, search.best)))
+        yield ", ".join(map(str, search.best))
     yield from (f"{value:.3f}" for values in analysis.normalisations.values() for value in values)
     yield from (f"{value:.2f}" for rows in (analysis.cka, analysis.gains) for row in rows for value in row if value)
 
@@ -299,10 +299,37 @@ def test_single_taps_are_called_so_beside_a_set() -> None:
 
 def test_what_greedy_is_compared_with_depends_on_the_choice() -> None:
     assert "At m = 1 there is nothing to compare" in shown(make_analysis(30)).text
-    assert "says how much that leaves on the table" in shown(make_analysis(30, m=3)).text
+    asked = shown(make_analysis(30, m=3))
+    assert "says how much that leaves on the table" in asked.text and "greedy is below by" in asked.cells
+    assert "0.0074" in asked.cells and "50 of 4,060" in asked.cells  # the quick search of pairs has no such figure
+    assert "greedy is below by" not in shown(make_analysis(30)).cells
     other = make_analysis(30, m=3)
     other = replace(other, selection=replace(other.selection, method="elsi-c"))
-    assert "The chosen set is not among these" in shown(other).text
+    quick = tuple(replace(search, quick=True) for search in other.searches)
+    text = shown(replace(other, searches=quick)).text
+    assert "A quick search looked at 435 of the 435 sets of 2 and 50 of the 4,060 sets of 3" in text
+    assert "Sets by joint entropy alone" in text and "reedy against" not in text and "below by" not in text
+
+
+def test_what_a_picture_does_not_say_by_itself_stands_beside_it() -> None:
+    full = make_analysis(30)
+    found = shown(full)
+    assert "with the number of positions (18,204 here), so do not compare" in found.text
+    assert "tap 30 leaves the last block, enters none and is in no band" in found.text
+    alt = next(image["alt"] or "" for image in found.images if "the gain" in (image["alt"] or ""))
+    best = full.searches[0]
+    assert f"taps {best.best[0]}, {best.best[1]}, {best.best_entropy:.3f} nats" in alt
+
+
+def test_members_of_a_set_are_not_marked_as_if_they_should_win() -> None:
+    from matplotlib.figure import Figure
+
+    colours = []
+    for m in (1, 3):
+        axes = Figure().subplots()
+        plots.wins(make_analysis(30, m=m), axes)
+        colours.append({bar.get_facecolor() for bar in axes.patches})
+    assert [len(found) for found in colours] == [2, 1]
 
 
 def test_one_compartment_or_few_positions_are_not_drawn_as_several() -> None:

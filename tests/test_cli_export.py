@@ -103,7 +103,7 @@ def test_who_named_the_taps_is_said_and_a_bundle_that_is_there_comes_second(
     agreeing = run("export", tiny_model.model, "--work", place.parent)
     one_line(agreeing, 1, "bundle-int4 exists already")
     two = run("export", tiny_model.model, "--work", place.parent, "--m", 2)
-    one_line(two, 2, "has m = 1", f"elsi-edge calibrate {tiny_model.model} --m 2 --work '{place.parent}'")
+    one_line(two, 1, "has m = 1", f"elsi-edge calibrate {tiny_model.model} --m 2 --work '{place.parent}'")
     assert not calls
 
 
@@ -119,6 +119,10 @@ def test_checks_come_with_a_verdict(
     line = next(line for line in found if "next-token distributions" in line)
     assert line.endswith(f"pass: up to {limits['divergence_nats']:g} is normal for int4")
     assert all("pass: " in line or "no limit" in line for line in found) and len(found) == 8
+    assert "weights: target" not in done.out
+    asked = ("--work", tmp_path / "x", "--draft-precision", "int8")
+    other = run("export", tiny_model.model, "--draft", tiny_model.draft, *asked)
+    assert "weights: target int4, draft int8" in other.out
 
 
 def test_without_a_draft_the_bundle_is_plain_only(
@@ -178,12 +182,14 @@ def test_the_packaged_draft_is_taken_when_it_fits(
     [
         (("--m", "0"), 2, ("--m is 0",)),
         (("--m", "3"), 2, ("--m is 3", "2 blocks")),
-        (("--m", "2"), 2, ("--m is 2", "has m = 1", "tap 1")),
+        (("--m", "2"), 1, ("--m is 2", "has m = 1", "tap 1")),
+        (("--m", "2", "--layers", "1"), 2, ("--m is 2", "--layers 1 has m = 1")),
         (("--layers", "last"), 2, ("'last'", "auto, eagle3")),
-        (("--layers", "1,7"), 2, ("[1, 7]", "0..2")),
+        (("--layers", "1,7"), 2, ("taps [1, 7] must lie in 0..2, the model has 2 blocks",)),
         (("--layers", "eagle3"), 2, ("needs at least", "has 2")),
         (("--precision", "fp16"), 2, ("fp16",)),
         (("--draft", "nowhere"), 1, ("nowhere holds no draft",)),
+        (("--draft", __file__), 1, ("is a file; a draft is a directory",)),
     ],
 )
 def test_bad_options(

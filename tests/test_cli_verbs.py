@@ -3,10 +3,12 @@
 import io
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +385,35 @@ def test_inspect_shards(run: Run, tiny_model: TinyModel, tmp_path: Path) -> None
     assert (found["kind"], found["rows"], found["selection"]["taps"]) == ("shards", 0, [1])
 
 
+def test_inspect_lists_what_a_work_directory_holds(run: Run, tiny_model: TinyModel, tmp_path: Path) -> None:
+    place = tmp_path / "a b" / "tiny"
+    (place / "calibration").mkdir(parents=True)
+    (place / "calibration" / "report.html").touch()
+    (place / "calibration" / "notes.json").write_text("[]")
+    selection = replace(tiny_model.selection, tokens=77, settings={"tokens_read": 300})
+    (place / "selection.json").write_text(json.dumps(selection.to_json()))
+    numbers = {"format": "elsi-edge-calibration", "selection": selection.to_json()}
+    (place / "calibration" / "calibration.json").write_text(json.dumps(numbers))
+    shutil.copytree(tiny_model.draft, place / "draft")
+    for start, names in (
+        (place.parent, ["tiny/calibration/calibration.json", "tiny/calibration/report.html", "tiny/draft",
+                        "tiny/selection.json"]),
+        (place, ["calibration/calibration.json", "calibration/report.html", "draft", "selection.json"]),
+        (place / "calibration", ["calibration.json", "report.html"]),
+    ):  # fmt: skip
+        found = run("inspect", start, "--json").json
+        assert found["kind"] == "directory" and [each["path"] for each in found["holds"]] == names
+        for each in found["holds"]:
+            if each["command"].startswith("elsi-edge"):
+                _, verb, path = shlex.split(each["command"])
+                shown = run(verb, path)
+                assert shown.code == 0
+                assert each["what"] == "draft" or "kept positions  77\ntokens read     300\n" in shown.out
+    assert f"elsi-edge inspect '{place}/draft'" in run("inspect", place).out
+    (tmp_path / "empty").mkdir()
+    one_line(run("inspect", tmp_path / "empty"), 1, "config.json")
+
+
 def test_inspect_bad_input(run: Run, tiny_model: TinyModel, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text("{}")
@@ -438,8 +469,6 @@ def test_bench_shows_a_table(run: Run, tiny_bundle: Callable[..., Path], tmp_pat
 def test_bench_says_when_tokens_differ(
     run: Run, tiny_bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
-
     from elsi_edge.runtime import bench as measuring
 
     measure = measuring.measure

@@ -25,7 +25,7 @@ MakeBundle = Callable[..., Path]
 def test_bundle_holds_what_its_precision_needs(tiny_bundle: MakeBundle, precision: str) -> None:
     manifest = Bundle.load(tiny_bundle(precision)).manifest
     exact = set() if precision == "fp32" else {"target-chain", "target-native"}
-    assert set(manifest.graphs) == {"target-tree", "draft", "projection"} | exact
+    assert set(manifest.graphs) == {"target-tree", "draft", "draft-native", "projection"} | exact
     assert manifest.selection is not None and manifest.draft is not None
     assert manifest.parity["tree_divergence_nats"] <= 4 * parity.MAX_DIVERGENCE[manifest.precision]
     assert manifest.quantisation["target"].get("block") == (None if precision == "fp32" else 32)

@@ -284,10 +284,26 @@ def test_close_to_the_stock_operator(shape: Shape) -> None:
             assert np.abs(one - other).max() < 1e-5
 
 
+@pytest.mark.parametrize("first", (1, 4, 11, 25))
+@pytest.mark.parametrize("window", (-1, 20))
+def test_a_tree_in_two_calls_has_the_bits_of_one(first: int, window: int) -> None:
+    """Rows of the first call lie in their slots, uncommitted; the second names their parents before its own."""
+    shape, parents, cached = Shape(window=window), random_parents(30, seed=first), 37
+    session, feed = opened(shape), inputs(shape, cached, parents, cached + 30)
+    whole = session.run(None, feed)
+    begin = session.run(None, feed | {"qkv": feed["qkv"][:, :first], "parents": feed["parents"][:first]})
+    kept = {"past_key": begin[1], "past_value": begin[2]}
+    end = session.run(None, feed | kept | {"qkv": feed["qkv"][:, first:]})
+    np.testing.assert_array_equal(np.concatenate([begin[0], end[0]], axis=1), whole[0])
+    for one, other in zip(end[1:], whole[1:], strict=True):
+        np.testing.assert_array_equal(one[:, :, : cached + 30], other[:, :, : cached + 30])
+
+
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("parent is later", {"parents": np.array([-1, 1, 0])}, "must be an earlier row"),
     ("parent below -1", {"parents": np.array([-2, 0, 0])}, "must be an earlier row"),
     ("too few parents", {"parents": np.array([-1, 0])}, "parents is"),
+    ("more nodes than slots", {"parents": np.arange(-1, 10)}, "do not fit the cache"),
     ("negative cache", {"cached": np.array([-1], np.int32)}, "do not fit the cache"),
     ("more cached than there are slots", {"cached": np.array([38], np.int32)}, "do not fit the cache"),
     ("two lengths", {"cached": np.array([1, 1], np.int32)}, "must be one number"),

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 
 from elsi_edge.artifacts import PromptRow
+from elsi_edge.bundle import read_manifest
 from elsi_edge.errors import BundleError, ConfigError, UsageError
 from elsi_edge.machine import cores
 from elsi_edge.packaged import builtin_bench_prompts
-from elsi_edge.runtime import one_node
-from elsi_edge.runtime.measure import exact_rows, middle_mean
+from elsi_edge.runtime import native_ops, one_node
+from elsi_edge.runtime.measure import SPARSE_ROWS, exact_rows, exact_tree_rows, middle_mean
 from elsi_edge.runtime.ngram import PRIOR
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
 from elsi_edge.runtime.pace import Clock, FixedPace, LivePace, Pace
-from elsi_edge.runtime.policy import DEFAULT_DRAFT_NODES, decide
+from elsi_edge.runtime.policy import DEFAULT_DRAFT_NODES, DEFAULT_NATIVE_NODES, EXACT_TREE_NODES, decide
 from elsi_edge.runtime.recorded import Recorded, RecordedTarget, record
 from elsi_edge.runtime.session import Session
 from elsi_edge.runtime.solve import Shape, Solver, candidate_shapes, choose_shape
@@ -32,6 +33,9 @@ from tests.test_runtime_mixed import ToyDraft
 from tests.toy_proposers import V, toy_target
 
 MakeBundle = Callable[..., Path]
+NATIVE = native_ops.report().available
+needs_library = pytest.mark.skipif(not NATIVE, reason="the native operators were not built")
+UNTUNED_NODES = DEFAULT_NATIVE_NODES if NATIVE else DEFAULT_DRAFT_NODES["int4"]
 ONE_THREAD = SessionSettings(threads=1)
 
 
@@ -42,7 +46,7 @@ def tuning_for(bundle: Path, **changes: Any) -> Tuning:
         "bundle_sha256": bundle_sha256(bundle),
         "model": "tiny",
         "precision": "int4",
-        "machine": Machine.here(ONE_THREAD),
+        "machine": Machine.here(ONE_THREAD, read_manifest(bundle).graphs),
         "past": 32,
         "verify_ms": {"1": 10.0, "2": 12.0, "3": 14.0, "4": 16.0},
         "interpolated": (3,),
@@ -100,6 +104,7 @@ def test_no_file_is_no_warning(bundle: Path) -> None:
         ({"machine": replace(Machine.here(ONE_THREAD), cpu="Other CPU")}, "measured with cpu Other CPU"),
         ({"machine": replace(Machine.here(ONE_THREAD), features=("avx",))}, "measured with features avx, here"),
         ({"machine": replace(Machine.here(ONE_THREAD), onnxruntime="1.0")}, "measured with onnxruntime 1.0"),
+        ({"machine": replace(Machine.here(ONE_THREAD), native="other")}, "measured with native operators other, here "),
     ],
 )
 def test_a_tuning_of_elsewhere_is_ignored_with_one_warning(
@@ -111,7 +116,7 @@ def test_a_tuning_of_elsewhere_is_ignored_with_one_warning(
     session = Session.open(bundle, ONE_THREAD)
     assert session.tuning is None and session.warnings == (warning,)
     result = session.generate("Marn", GenerateOptions(max_tokens=4))
-    assert result.warnings == (warning,) and not result.tuned and result.draft_nodes == DEFAULT_DRAFT_NODES["int4"]
+    assert result.warnings == (warning,) and not result.tuned and result.draft_nodes == UNTUNED_NODES
     assert Session.open(bundle, replace(ONE_THREAD, tuning=False)).warnings == ()
     shown = run("generate", bundle, "Marn", "--max-tokens", 4, "--threads", 1)
     assert shown.code == 0 and shown.err.count(f"warning: {warning}") == 1
@@ -186,6 +191,61 @@ def test_the_policy(bundle: Path) -> None:
         GenerateOptions(proposals=())
 
 
+def test_the_policy_where_trees_are_exact(bundle: Path) -> None:
+    """The native operators: trees where they are asked for or chosen, up to what the device was tested for."""
+    tuning = tuning_for(bundle, exact_rows=32)
+    tuning = replace(tuning, choice=replace(tuning.choice, mode="tree", draft_nodes=16, proposals=("draft", "ngram")))
+
+    def policy(tuned: Tuning | None, precision: str = "int4", **options: Any) -> tuple[Any, ...]:
+        found = decide(
+            GenerateOptions(**options),
+            precision=precision,  # type: ignore[arg-type]
+            sources=("draft", "ngram"),
+            tuning=tuned,
+            exact_trees=True,
+        )
+        return found.mode, found.budget
+
+    assert policy(None) == policy(None, "int8") == ("chain", DEFAULT_NATIVE_NODES)
+    assert policy(None, shape="tree") == ("tree", DEFAULT_NATIVE_NODES)
+    assert policy(None, draft_nodes=EXACT_TREE_NODES) == ("tree", EXACT_TREE_NODES)
+    assert policy(tuning) == ("tree", 16) and policy(tuning, shape="chain") == ("chain", 16)
+    assert policy(tuning, draft_nodes=31) == ("tree", 31)
+    with pytest.raises(UsageError, match=r"holds trees of at most 31: .* 1 to 32 rows only, on this device"):
+        policy(tuning, draft_nodes=32)
+    assert policy(tuning, draft_nodes=32, exact=False) == ("tree", 32)
+    assert policy(replace(tuning, exact_rows=6)) == ("tree", 5)
+    assert policy(replace(tuning, exact_rows=1)) == ("plain", 0)
+    chain = replace(tuning, choice=replace(tuning.choice, mode="chain", draft_nodes=4))
+    assert policy(chain) == ("chain", 4)
+    found = decide(GenerateOptions(seed=1), precision="int4", sources=("ngram",), tuning=None, exact_trees=True)
+    stock = replace(found, native=False)
+    prices = [one.pace(GenerateOptions(seed=1), "int4", Clock()).price(256) for one in (found, stock)]
+    assert prices[0] is not None and prices[1] is not None and prices[0].node(1) < 0.2 * prices[1].node(1)
+
+
+@needs_library
+def test_a_tuning_without_the_library_is_not_for_a_session_with_it(bundle: Path) -> None:
+    without = replace(ONE_THREAD, native=False)
+    there, here = (Machine.here(one, read_manifest(bundle).graphs) for one in (without, ONE_THREAD))
+    assert not there.is_native and here.is_native
+    save_tuning(bundle, tuning_for(bundle, machine=there))
+    assert find_tuning(bundle, without)[1] == ""
+    found, warning = find_tuning(bundle, ONE_THREAD)
+    assert found is None and f"measured with native operators none, here {here.native};" in warning
+    save_tuning(bundle, tuning_for(bundle))
+    assert find_tuning(bundle, ONE_THREAD)[1] == ""
+    assert f"native operators {here.native}, here none" in find_tuning(bundle, without)[1]
+
+
+def test_a_tuning_from_before_the_native_operators_is_one_without_them(bundle: Path) -> None:
+    path = save_tuning(bundle, tuning_for(bundle, machine=Machine.here(ONE_THREAD)))
+    value = json.loads(path.read_text())
+    del value["machine"]["native"]
+    path.write_text(json.dumps(value))
+    assert find_tuning(bundle, replace(ONE_THREAD, native=False))[0] is not None
+
+
 def test_with_a_seed_prices_do_not_follow_the_clock(bundle: Path) -> None:
     tuning = tuning_for(bundle)
     for options, kind in (
@@ -231,6 +291,26 @@ def test_exact_rows_end_where_a_row_differs() -> None:
     assert exact_rows(target, tokens, 8, bits=False, until=far)[0] == 16
     assert exact_rows(toy_target(0), tokens, 8, bits=True, until=far)[0] == 16
     assert exact_rows(toy_target(0), tokens, 8, bits=True, until=0.0) == (1, (1,))  # no time: nothing is claimed
+
+
+def test_exact_tree_rows_end_where_a_rows_company_shows() -> None:
+    class Off(type(toy_target(0))):  # type: ignore[misc]
+        """The last of more than eight rows differs in the last bit."""
+
+        def verify(self, root: int, tree: Tree) -> Any:
+            step = super().verify(root, tree)
+            if tree.size > 8:
+                step.logits[-1] += np.float32(1e-6)
+            return step
+
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] * 20
+    far = time.perf_counter() + 60
+    off = Off(lambda last: np.full(V, 1.0 / (1 + sum(last)), np.float32), vocab_size=V)
+    assert exact_tree_rows(off, tokens, 8, most=64, until=far) == (8, (1, 2, 3, 4, 5, 6, 8, 12))
+    sound = toy_target(0)
+    assert exact_tree_rows(sound, tokens, 8, most=32, until=far) == (32, (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32))
+    assert sound.length == 8
+    assert exact_tree_rows(sound, tokens, 8, most=32, until=0.0) == (1, (1,))
 
 
 def recorded(prompt: list[int], limit: int = 30) -> Recorded:
@@ -288,7 +368,11 @@ def test_a_prediction_is_the_loops_own_count_times_the_curve() -> None:
 
 
 def test_the_choice_follows_the_curve() -> None:
-    flat = solver()
+    unit = solver().costs  # relative to one row; here it takes 50 ms, beside which Python is nothing
+    slow = replace(
+        unit, verify=(tuple(50 * ms for ms in unit.verify[0]),), entry=50 * unit.entry, level=50 * unit.level
+    )
+    flat = solver(costs=slow)
     shapes = candidate_shapes("fp32", 16, has_draft=True)
     outcomes = [flat.outcome(shape, 1.2) for shape in shapes if shape.priced]
     choice = choose_shape(outcomes, flat.plain_ms(), flat.costs)
@@ -300,6 +384,18 @@ def test_the_choice_follows_the_curve() -> None:
     assert choose_shape([], 10.0, flat.costs).mode == "plain"
     assert all(shape.nodes <= 2 for shape in candidate_shapes("int4", 3, has_draft=False))
     assert candidate_shapes("int8", 1, has_draft=True) == []
+    native = candidate_shapes("int8", 9, has_draft=True, exact_trees=True)
+    assert {shape.chain for shape in native} == {True, False} and max(shape.nodes for shape in native) == 8
+    assert all(shape.chain for shape in candidate_shapes("int8", 9, has_draft=True))
+
+
+def test_a_chains_level_has_a_cost_of_its_own() -> None:
+    one = solver(answers=[recorded([1, 2, 3])], chain_level_ms=0.0)
+    chain, tree = (Shape(chain=chain, nodes=4, proposals=("draft",), priced=False) for chain in (True, False))
+    assert one.costs_of(chain).level == 0.0 and one.costs_of(tree) is one.costs
+    dear = replace(one, chain_level_ms=5.0)
+    assert dear.outcome(chain, 1.0).ms_draft > one.outcome(chain, 1.0).ms_draft
+    assert dear.outcome(tree, 1.0).ms_draft == one.outcome(tree, 1.0).ms_draft
 
 
 # --- kernels -------------------------------------------------------------------------------------------------------
@@ -341,11 +437,15 @@ def test_a_run_of_the_tuner(tuned: Tuned) -> None:
     assert list(tuning.verify_ms) == [str(row) for row in range(1, 65)]
     assert 5 not in tuning.interpolated and 7 in tuning.interpolated
     assert len(tuning.contexts) == 1 and tuning.contexts[0].past > tuning.past
-    assert tuning.exact_rows == 16 and tuning.exact_rows_tested == tuple(range(1, 17))
+    if NATIVE:
+        assert tuning.exact_rows == 64 and tuning.exact_rows_tested == (1, *(row for row in SPARSE_ROWS if row > 1))
+    else:
+        assert tuning.exact_rows == 16 and tuning.exact_rows_tested == tuple(range(1, 17))
+    assert tuning.machine.is_native == NATIVE
     assert tuning.draft_level_ms and tuning.draft_entry_ms
     assert tuning.copy_gb_per_s > 0.1 and tuning.matrix_gflop_per_s > 0.1
     assert len(tuning.acceptance["draft_by_rank"]) == 8
-    assert {shape["mode"] for shape in tuning.shapes} == {"chain"}
+    assert {shape["mode"] for shape in tuning.shapes} >= ({"tree"} if NATIVE else {"chain"})
     assert tuning.choice.why and tuning.machine.threads == 1
     speeds = [outcome.tokens_per_s for outcome in tuned.outcomes]
     assert speeds == sorted(speeds, reverse=True)
@@ -361,7 +461,7 @@ def test_tune_writes_beside_the_bundle_and_generate_uses_it(run: Run, bundle: Pa
     other = run("generate", bundle, "Marn", "--max-tokens", 6, "--threads", 2, "--json")
     assert other.code == 0 and not other.json["tuned"] and "threads 1, here 2" in other.json["warnings"][0]
     again = run("tune", bundle, "--seconds", 5, "--threads", 1, "--json")
-    assert again.code == 0 and again.json["choice"]["mode"] in ("plain", "chain")
+    assert again.code == 0 and again.json["choice"]["mode"] in ("plain", "chain", "tree")
     assert again.json["tuning"] == str(tuning_path(bundle))
 
 

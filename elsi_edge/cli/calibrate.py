@@ -41,6 +41,7 @@ def calibrate(
         str | None,
         typer.Option(help="Taps of your own instead of a method, a list like 2,15,27; measured all the same."),
     ] = None,
+    layers: Annotated[str | None, typer.Option(hidden=True)] = None,  # of export, and looked for here
     answers: Annotated[
         int | None,
         typer.Option(
@@ -117,6 +118,11 @@ def calibrate(
     from elsi_edge.prompts import builtin_calibration_prompts, read_prompts
     from elsi_edge.workdir import WorkDir
 
+    if layers is not None:
+        raise UsageError(
+            f"--layers {layers} belongs to export; here --method chooses by a rule (elsi, eagle3, ...) and --taps "
+            "names taps of your own, a list like 2,15,27"
+        )
     if taps is not None and method is not None:
         raise UsageError(f"--taps {taps} and --method {method} exclude each other; give one")
     if answers is not None and answers < 0:
@@ -189,18 +195,14 @@ class Run:
         threads = self.threads or cores().usable
         given = self._answers(rows, answers, threads, group)
         if first:
-            self._estimate(rows, given, settings)
+            self._estimate(rows, given, settings, checkpoint if group.count == 1 else None)
         try:
-            with stop_requests(lambda: common.note("stopping after this batch; once more stops at once")) as stop:
+            with stop_requests(lambda: common.note("stopping after the step in hand; once more stops at once")) as stop:
                 return analyse(
                     self.source, rows, settings, common.progress if first else None, answers=given, threads=threads,
                     checkpoint=checkpoint if group.count == 1 else None, group=group, stop=stop,
                     note=common.note if first else _silent, device=self.device or group.device,
                 )  # fmt: skip
-        except KeyboardInterrupt:
-            if checkpoint.is_file():
-                common.note("progress is saved; the same command goes on from here")
-            raise
         finally:
             group.end()
 
@@ -232,16 +234,22 @@ class Run:
         return answers
 
     def _estimate(
-        self, rows: "Sequence[PromptRow]", answers: list[list[int]] | None, settings: "CalibrationSettings"
+        self,
+        rows: "Sequence[PromptRow]",
+        answers: list[list[int]] | None,
+        settings: "CalibrationSettings",
+        checkpoint: Path | None,
     ) -> None:
         import psutil
 
         from elsi_edge.calibration import cost
+        from elsi_edge.calibration.checkpoint import tokens_done
         from elsi_edge.calibration.rendering import render
         from elsi_edge.cli import common
 
         rendered = render(self.source, rows, skip=settings.skip, answers=answers)
-        estimate = cost.estimate(self.source, rendered.lengths, settings)
+        done = tokens_done(checkpoint, self.source, rendered, settings) if checkpoint is not None else 0
+        estimate = cost.estimate(self.source, rendered.lengths, settings, done=done)
         if estimate.large:
             common.note(str(estimate))
         free = psutil.virtual_memory().available

@@ -49,7 +49,13 @@ def say_next(selection: "LayerSelection", model: str, place: "WorkDir", *, stray
     if config is not None and fits and config.selection.same_taps(selection):
         layers = names if stray else "auto"
         common.next_command(f"elsi-edge export {name} --layers {layers} --m {selection.m}{place.flag}")
-    elif plain is not None:
+        return
+    if config is not None and fits:
+        common.note(
+            f"The packaged draft reads {config.selection.describe()}; one for {selection.describe()} has to be trained "
+            "(distill, train)."
+        )
+    if plain is not None:
         bundle = "" if plain == place.plain_bundle("int4") else f" --bundle {shlex.quote(str(plain))}"
         taps = f" --taps {names}" if stray else ""
         common.next_command(f"elsi-edge distill {name}{taps}{bundle}{place.flag}")

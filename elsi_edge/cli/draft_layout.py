@@ -150,6 +150,8 @@ def locate_draft(reference: str) -> Path:
         return path
     if _HUB_ID.match(reference) and not path.exists():
         return hub.snapshot(reference)
+    if path.is_file():
+        raise DraftError(f"{reference} is a file; a draft is a directory, name the one that holds its draft.json")
     raise DraftError(f"{reference} holds no draft: there is no such directory, and it is no hub id like 'owner/name'")
 
 

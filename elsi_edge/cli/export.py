@@ -226,7 +226,7 @@ def _selection(
         if loaded is not None:
             return loaded[1].config.selection, f"the draft {loaded[0]}"
         return None
-    taps = rules.eagle3_taps(shape.blocks) if isinstance(wanted, str) else wanted
+    taps = rules.eagle3_taps(shape.blocks) if isinstance(wanted, str) else rules.explicit(wanted, shape.blocks)
     method = "eagle3" if isinstance(wanted, str) else "explicit"
     chosen = LayerSelection(
         taps=taps,
@@ -248,16 +248,17 @@ def _require_agreement(
     place: "WorkDir",
     loaded: "tuple[Path, LoadedDraft] | None",
 ) -> None:
-    """Raise UsageError when --m and the selection differ, DraftError when the selection and the draft do."""
+    """Raise SelectionError when --m and the selection differ (UsageError where --layers gave it), DraftError when the
+    selection and the draft do."""
     from elsi_edge.cli.export_report import training_commands
-    from elsi_edge.errors import UsageError
+    from elsi_edge.errors import SelectionError, UsageError
     from elsi_edge.export.pipeline import same_selection_or_explain
 
     named = origin.startswith("--layers")
     if m is not None and selection.m != m:
         anew = f"elsi-edge calibrate {shlex.quote(model)} --m {m}{place.flag}"
         advice = "" if named else f", or choose and train anew, beginning with: {anew}"
-        raise UsageError(
+        raise (UsageError if named else SelectionError)(
             f"--m is {m}, but {origin} has m = {selection.m} ({selection.describe()}); leave --m out{advice}"
         )
     if loaded is not None:

@@ -68,6 +68,8 @@ def parity_lines(manifest: "BundleManifest", draft_precision: "Precision") -> li
         both = f"{found['perplexity']:.1f}, the source's {found['perplexity_source']:.1f}"
         rows.append(("perplexity", both, _no_limit(manifest.precision)))
     size = f" ({found['texts']} texts, {found['tokens']} tokens)" if "texts" in found else ""
+    if draft_precision != manifest.precision and any(key.startswith("draft") for key in found):
+        size += f"; weights: target {manifest.precision}, draft {draft_precision}"
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)] if rows else [0, 0]
     lines = [f"  {what:<{widths[0]}}  {figure:<{widths[1]}}  {verdict}" for what, figure, verdict in rows]
     return [f"checked against the source model:{size}", *lines]

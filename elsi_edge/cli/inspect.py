@@ -43,16 +43,20 @@ def describe(reference: str) -> dict[str, Any]:
     """Everything that `inspect` shows, as plain values; `kind` names what it is. Sizes in bytes."""
     place = Path(reference).expanduser()
     if reference and place.is_dir():
-        for name, read in (("manifest.json", _manifest), ("draft.json", _draft)):
+        for name, read in (("manifest.json", _manifest), ("draft.json", _draft), ("config.json", None)):
             if (place / name).is_file():
-                return read(place)
+                return read(place) if read is not None else _model(reference)
+        from elsi_edge.cli.inspect_directory import holdings
+
+        if holds := holdings(place):
+            return {"kind": "directory", "path": str(place), "holds": holds}
     if place.is_file() and place.suffix == ".json":
         return _selection(place)
     return _model(reference)
 
 
-def read_selection(path: Path) -> "LayerSelection":
-    """A selection file. Raises SelectionError naming it."""
+def read_selection(path: Path, *, inside: str | None = None) -> "LayerSelection":
+    """A selection file, or what another JSON file holds under the key `inside`. Raises SelectionError naming it."""
     import json
 
     from elsi_edge.artifacts import LayerSelection
@@ -62,6 +66,8 @@ def read_selection(path: Path) -> "LayerSelection":
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SelectionError(f"{path} cannot be read ({error}); calibrate again") from error
+    if inside is not None and isinstance(value, dict):
+        value = value.get(inside)
     if not isinstance(value, dict) or value.get("format") != "elsi-edge-selection":
         raise SelectionError(f"{path} is no selection; make one with: elsi-edge calibrate MODEL")
     if value.get("format_version") != 1:
@@ -132,8 +138,12 @@ def _bundle(directory: Path) -> dict[str, Any]:
 
 
 def _selection(path: Path) -> dict[str, Any]:
-    selection = read_selection(path)
-    return {"kind": "selection", "path": str(path), **_selection_values(selection), "entropy": selection.entropy}
+    from elsi_edge.cli.inspect_directory import format_of
+
+    # The numbers behind a report hold the selection that was made.
+    kind = "calibration" if format_of(path) == "elsi-edge-calibration" else "selection"
+    selection = read_selection(path, inside="selection" if kind == "calibration" else None)
+    return {"kind": kind, "path": str(path), **_selection_values(selection), "entropy": selection.entropy}
 
 
 def _selection_values(selection: "LayerSelection") -> dict[str, Any]:
@@ -146,6 +156,7 @@ def _selection_values(selection: "LayerSelection") -> dict[str, Any]:
         "keep": selection.keep,
         "prompts": selection.prompts,
         "tokens": selection.tokens,
+        **{key: selection.settings[key] for key in ("tokens_read", "eligible_positions") if key in selection.settings},
         "blocks": selection.blocks,
         "target_fingerprint": selection.target_fingerprint,
         "model": selection.model,
@@ -240,12 +251,21 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
     for key, value in found.items():
         if key == "next":
             continue
-        if isinstance(value, Mapping):
-            entries = [f"  {name.replace('_', ' ')}: {_shown(name, item)}" for name, item in value.items()]
+        if key == "holds":
+            lines += [
+                line for each in value for line in (f"  {each['path']}: {each['what']}", f"    {each['command']}")
+            ]
+        elif isinstance(value, Mapping):
+            entries = [f"  {_name(name, key)}: {_shown(name, item)}" for name, item in value.items()]
             lines += [_labelled(key, "" if entries else "none"), *entries]
         else:
-            lines.append(_labelled(key, _shown(key, value)))
+            lines.append(_labelled(_name(key, found.get("kind")), _shown(key, value)))
     return lines
+
+
+def _name(key: str, of: Any) -> str:
+    """A value's name for people; a selection counts under "tokens" the positions that it kept."""
+    return "kept positions" if key == "tokens" and of in ("selection", "calibration") else key.replace("_", " ")
 
 
 def _labelled(key: str, text: str) -> str:

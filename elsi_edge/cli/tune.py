@@ -125,10 +125,13 @@ def curve_lines(tuning: "Tuning") -> list[str]:
 
 def _lines(tuning: "Tuning") -> list[str]:
     bits = "to the bit" if tuning.precision != "fp32" else "up to rounding"
+    trees = tuning.machine.is_native and tuning.precision != "fp32"
+    kind = "trees too" if trees else "chains"
     lines = [
         f"copy {tuning.copy_gb_per_s:.1f} GB/s, matrix products {tuning.matrix_gflop_per_s:.0f} GFLOP/s at "
         f"{tuning.precision}; outside ONNX Runtime {tuning.overhead_ms:.2f} ms a plain step",
-        f"1 to {tuning.exact_rows} rows a step give the same {bits} (tried: {len(tuning.exact_rows_tested)} counts)",
+        f"1 to {tuning.exact_rows} rows a step, {kind}, give the same {bits} "
+        f"(tried: {len(tuning.exact_rows_tested)} counts)",
     ]
     if tuning.draft_entry_ms is not None and tuning.draft_level_ms is not None:
         lines.append(

@@ -2,6 +2,7 @@
 //
 // A row's positions are the cached ones, then its ancestors, then itself. Its sums run over them in that order,
 // whatever slots they lie in and whatever rows are beside it: the bits are those of one-token decoding along its path.
+// Where `parents` is longer than the rows, its first entries are nodes of earlier calls, in the slots behind the cached.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -83,30 +84,31 @@ class TreeAttention : public Kernel {
     const Tensor cos = call.input(kCos, abi::kFloat), sin = call.input(kSin, abi::kFloat);
     const Tensor cached = call.input(kCached, abi::kInt32), parents = call.input(kParents, abi::kInt64);
     const AttentionCall shape = checked(qkv, past_key, past_value, cos, sin, cached, parents);
-    const size_t rows = static_cast<size_t>(qkv.shape[1]);
-    const Tree tree = read_tree(parents.as<int64_t>(), rows, shape.cached, window_);
+    const size_t rows = static_cast<size_t>(qkv.shape[1]), nodes = static_cast<size_t>(parents.shape[0]);
+    const size_t before = nodes - rows;  // of earlier calls
+    const Tree tree = read_tree(parents.as<int64_t>(), nodes, shape.cached, window_);
     const size_t deepest = rows == 0 ? 0 : *std::max_element(tree.ends.begin(), tree.ends.end());
     require(deepest <= static_cast<size_t>(cos.shape[0]), "position " + std::to_string(deepest) + " is beyond the " +
                                                               std::to_string(cos.shape[0]) +
                                                               " that the model has angles for");
     float* out =
         call.output(0, {1, qkv.shape[1], static_cast<int64_t>(heads_ * shape.width)}, abi::kFloat).as_mutable<float>();
-    float* keys = cache(call, 1, past_key, shape.cached);
-    float* values = cache(call, 2, past_value, shape.cached);
+    float* keys = cache(call, 1, past_key, shape.cached + before);
+    float* values = cache(call, 2, past_value, shape.cached + before);
     if (rows == 0) return;
 
     AttentionCall attention = shape;
     attention.keys = keys;
     attention.values = values;
-    attention.starts = tree.starts.data();
-    attention.ends = tree.ends.data();
-    attention.paths = tree.paths.data();
+    attention.starts = tree.starts.data() + before;
+    attention.ends = tree.ends.data() + before;
+    attention.paths = tree.paths.data() + before;
     static thread_local Buffer buffer;
     float* queries = reinterpret_cast<float*>(buffer.reserve(rows * heads_ * shape.width * sizeof(float)));
     attention.queries = queries;
     const Pool pool = call.pool();
     auto place = [&](size_t row) {
-      enter(attention, qkv.as<float>(), cos, sin, tree.depths[row], row, queries, keys, values);
+      enter(attention, qkv.as<float>(), cos, sin, tree.depths[before + row], row, before + row, queries, keys, values);
     };
     if (rows > kSplitRows) {
       pool.run(rows, place);
@@ -132,11 +134,11 @@ class TreeAttention : public Kernel {
     require(cos.shape.size() == 2 && cos.shape == sin.shape && cos.shape[1] > 0 && 2 * cos.shape[1] <= width,
             "the angles are " + text(cos.shape) + " and " + text(sin.shape) + ", they must be [P, at most D / 2]");
     require(cached.size() == 1, "cached is " + text(cached.shape) + ", it must be one number");
-    require(parents.shape.size() == 1 && parents.shape[0] == qkv.shape[1],
+    require(parents.shape.size() == 1 && parents.shape[0] >= qkv.shape[1],
             "parents is " + text(parents.shape) + " for " + std::to_string(qkv.shape[1]) + " rows");
     const int64_t slots = *cached.as<int32_t>();
-    require(slots >= 0 && slots + qkv.shape[1] <= key.shape[2],
-            std::to_string(slots) + " cached and " + std::to_string(qkv.shape[1]) +
+    require(slots >= 0 && slots + parents.shape[0] <= key.shape[2],
+            std::to_string(slots) + " cached and " + std::to_string(parents.shape[0]) +
                 " new rows do not fit the cache's " + std::to_string(key.shape[2]) + " slots");
     require(key.shape[2] < (int64_t{1} << 31), "the cache has more slots than 2^31");
     AttentionCall call{};
@@ -160,9 +162,9 @@ class TreeAttention : public Kernel {
     return present;
   }
 
-  // One new row: its queries and key rotated to its position, key and value written to slot S + row.
+  // One new row: its queries and key rotated to its position, key and value written to slot S + node.
   void enter(const AttentionCall& call, const float* qkv, const Tensor& cos, const Tensor& sin, size_t depth,
-             size_t row, float* queries, float* keys, float* values) const {
+             size_t row, size_t node, float* queries, float* keys, float* values) const {
     const size_t width = call.width, half = static_cast<size_t>(cos.shape[1]), position = call.cached + depth;
     const float* in = qkv + row * (heads_ + 2 * kv_heads_) * width;
     const float *c = cos.as<float>() + position * half, *s = sin.as<float>() + position * half;
@@ -170,7 +172,7 @@ class TreeAttention : public Kernel {
     for (size_t h = 0; h < heads_; ++h)
       rotate(in + h * width, c, s, half, width, scale, queries + (row * heads_ + h) * width);
     for (size_t h = 0; h < kv_heads_; ++h) {
-      const size_t slot = (h * call.capacity + call.cached + row) * width;
+      const size_t slot = (h * call.capacity + call.cached + node) * width;
       rotate(in + (heads_ + h) * width, c, s, half, width, 1.0f, keys + slot);
       std::memcpy(values + slot, in + (heads_ + kv_heads_ + h) * width, width * sizeof(float));
     }
