@@ -96,9 +96,7 @@ def prune(names: list[str] | None = None) -> list[CacheEntry]:
     present = {entry.name: entry for entry in entries()}
     for name in names or []:
         if name not in present:
-            raise StorageError(
-                f"{name!r} is not in the cache {home()}; it has: {', '.join(present) or 'nothing'}"
-            )
+            raise StorageError(f"{name!r} is not in the cache {home()}; it has: {', '.join(present) or 'nothing'}")
     chosen = [present[name] for name in names] if names else list(present.values())
     for entry in chosen:
         with _lock(entry.name), fsio.storage_errors(entry.path):

@@ -26,7 +26,7 @@ class WorkDir:
 
     @property
     def flag(self) -> str:
-        """" --work DIR" to add to a command that is to find the same directory, "" where the default is meant."""
+        """ " --work DIR" to add to a command that is to find the same directory, "" where the default is meant."""
         return "" if self.given is None else f" --work {shlex.quote(str(self.given))}"
 
     @property
