@@ -8,6 +8,7 @@
 
 PYTHON ?= python3
 PIP_ARGS ?=
+PYTEST_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 BUILTIN := smollm2-135m-instruct
@@ -30,7 +31,7 @@ test: lint types model
 	$(BIN)/python -m pytest -q
 
 slow: model
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
