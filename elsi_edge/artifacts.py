@@ -27,6 +27,8 @@ FINAL_NORM = -1  # in a list of taps to read: the state after the final norm (EA
 
 METHODS: tuple[Method, ...] = get_args(Method)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+BITS: Mapping[Precision, int] = {"int4": 4, "int8": 8, "fp32": 32}  # of a weight
+BYTES_PER_WEIGHT: Mapping[Precision, float] = {"int4": 4.5 / 8, "int8": 9 / 8, "fp32": 4.0}  # scales included
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ The format: 8 bytes little-endian length, that many bytes of JSON (name -> dtype
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,6 +57,11 @@ def list_tensors(directory: Path) -> dict[str, TensorRef]:
                 f"{index.name} places {tensor} in {file}, which does not hold it; download the model again"
             )
     return {name: found[name] for name in files}
+
+
+def count_weights(directory: Path) -> int:
+    """Weights of a model directory, all tensors together. Raises as `list_tensors` does."""
+    return sum(math.prod(ref.shape) for ref in list_tensors(directory).values())
 
 
 def indexed_files(directory: Path) -> dict[str, str]:

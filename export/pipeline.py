@@ -1,26 +1,24 @@
 """From a source model, and a draft if there is one, to a bundle that was checked before it appeared."""
 
-import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elsi_edge.artifacts import LayerSelection, Precision
+from elsi_edge.artifacts import BITS, BYTES_PER_WEIGHT, LayerSelection, Precision
 from elsi_edge.bundle import BundleManifest, GraphRole, new_bundle
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.errors import DraftError, UsageError
 from elsi_edge.export import builder, draft_graph, moments, parity, target
 from elsi_edge.export.quantise import Moments
-from elsi_edge.export.recipe import BITS, Recipe
+from elsi_edge.export.recipe import Recipe
 from elsi_edge.fsio import require_free
 from elsi_edge.models import SourceModel, read_config, read_source
 from elsi_edge.text import TextCodec
-from elsi_edge.weights import list_tensors
+from elsi_edge.weights import count_weights
 
-_BYTES_PER_WEIGHT = {"int4": 4.5 / 8, "int8": 9 / 8, "fp32": 4.0}  # scales included
-
+_BUILT = 4.5  # bytes of a weight in the builder's float32 graph, which is there while the bundle is written
 
 # The draft only proposes, so its precision never changes tokens; at fp32 its weights would take four times as long to
 # read for the same proposals.
@@ -58,9 +56,7 @@ def export_bundle(
     codec = TextCodec.from_model_dir(source.directory)
     if draft is not None:
         require_same_target(draft, source, codec)
-    parameters = sum(math.prod(tensor.shape) for tensor in list_tensors(source.directory).values())
-    # The builder's float32 graph and the bundle's weights.
-    require_free(out.absolute().parent, int(parameters * (4.5 + _BYTES_PER_WEIGHT[settings.precision])), "export")
+    require_free(out.absolute().parent, disk_needed(count_weights(source.directory), settings.precision), "export")
     with new_bundle(out, replace=settings.replace) as writer:
         work = writer.directory / "work"
         work.mkdir()
@@ -107,6 +103,11 @@ def export_bundle(
         say("checking the graphs against the source model")
         measured: dict[str, Any] = parity.check(writer.directory, manifest, source, draft, draft_precision)
         return writer.finish(BundleManifest(**{**manifest.__dict__, "parity": measured}))
+
+
+def disk_needed(weights: int, precision: Precision) -> int:
+    """Bytes that an export of so many weights takes on its way."""
+    return int(weights * (_BUILT + BYTES_PER_WEIGHT[precision]))
 
 
 def _moments(

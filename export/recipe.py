@@ -22,12 +22,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
 
-from elsi_edge.artifacts import Precision
+from elsi_edge.artifacts import BITS, Precision
 from elsi_edge.errors import ConfigError, UsageError
 from elsi_edge.export.rounding import BLOCK, Rounding
 
 LM_HEAD = "lm_head"
-BITS: Mapping[Precision, int] = {"int4": 4, "int8": 8, "fp32": 32}
 _ALLOWED = (4, 8, 32)
 _KEYS = ("bits", "rounding", "lm_head_bits", "matrices")
 _NODE = re.compile(r"(?:/model)?/(.+)/MatMul\Z")

@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import onnxruntime as ort
 from numpy.typing import NDArray
 
-from elsi_edge.artifacts import DraftConfig
+from elsi_edge.artifacts import BITS, DraftConfig
 from elsi_edge.bundle import DRAFT_VOCAB_FILE, Bundle
 from elsi_edge.errors import BundleError
 from elsi_edge.runtime import native_ops
@@ -20,6 +21,8 @@ from elsi_edge.runtime.packed import open_packed
 from elsi_edge.runtime.proposal import Proposer
 from elsi_edge.runtime.target import OrtTarget, Target
 from elsi_edge.runtime.tuning import Tuning
+
+_TargetRole = Literal["target-native", "target-chain", "target-tree"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,38 +38,39 @@ class BundleEngines:
 
     def __init__(self, bundle: Bundle, settings: SessionSettings, tuning: Tuning | None = None) -> None:
         self._bundle, self._settings, self._tuning = bundle, settings, tuning
+        # Whether the native operators run this bundle: every row has bits of its own, in trees too.
+        self.native = bool(native_ops.path_for(bundle.manifest.graphs, settings))
         self._proposer: MixedProposer | None = None
-        self._loaded: tuple[str, Engine] | None = None
-
-    @property
-    def native(self) -> bool:
-        """Whether the native operators run this bundle: every row has bits of its own, in trees too."""
-        return bool(native_ops.path_for(self._bundle.manifest.graphs, self._settings))
+        self._loaded: tuple[_TargetRole, Engine] | None = None
 
     def __getitem__(self, exact: bool) -> Engine:
         manifest = self._bundle.manifest
-        role: Literal["target-native", "target-chain", "target-tree"] = "target-tree"
+        role: _TargetRole = "target-tree"
         if self.native:
             role = "target-native"
         elif exact and "target-chain" in manifest.graphs:
             role = "target-chain"
         if self._loaded is None or self._loaded[0] != role:
             self._loaded = None  # its memory is given back before the other graph is loaded
-            if (
-                manifest.precision != "fp32"
-                and role != "target-native"
-                and resolve_provider(self._settings.provider) == "CPUExecutionProvider"
-            ):
-                mixed = manifest.quantisation.get("target", {}).get("matrices_by_bits", {})
-                for bits in {int(bits) for bits in mixed} - {32} or {{"int4": 4, "int8": 8}[manifest.precision]}:
-                    require_sound_kernel(bits)
-            if role == "target-native":
-                session = native_ops.open_native(self._bundle.graph(role), self._settings)
-            else:
-                session = open_packed(self._bundle, role, self._settings)
-            target = OrtTarget(session, shape=manifest.shape, tap_width=manifest.tap_width)
+            target = OrtTarget(self._open_target(role), shape=manifest.shape, tap_width=manifest.tap_width)
             self._loaded = (role, Engine(target=target, proposer=self._open_proposer()))
         return self._loaded[1]
+
+    def _open_target(self, role: _TargetRole) -> ort.InferenceSession:
+        if role == "target-native":
+            return native_ops.open_native(self._bundle.graph(role), self._settings)
+        if resolve_provider(self._settings.provider) == "CPUExecutionProvider":
+            for bits in self._quantised_bits():
+                require_sound_kernel(bits)
+        return open_packed(self._bundle, role, self._settings)
+
+    def _quantised_bits(self) -> set[int]:
+        """Bits of the target's quantised matrices: of several widths by a recipe, else the precision's."""
+        manifest = self._bundle.manifest
+        if manifest.precision == "fp32":
+            return set()
+        mixed = manifest.quantisation.get("target", {}).get("matrices_by_bits", {})
+        return {int(bits) for bits in mixed} - {32} or {BITS[manifest.precision]}
 
     def _open_proposer(self) -> MixedProposer:
         if self._proposer is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from elsi_edge._version import __version__
-from elsi_edge.artifacts import PromptRow
+from elsi_edge.artifacts import BITS, PromptRow
 from elsi_edge.bundle import read_manifest
 from elsi_edge.errors import ConfigError, DataError, PromptError
 from elsi_edge.prompts import prompts_sha256
@@ -78,7 +78,8 @@ class Tuner:
         """Measure, solve. Raises DataError when no prompt fits the context."""
         session = self.session
         engine = session.engine(exact=True)
-        machine = Machine.here(session.settings, read_manifest(self.bundle).graphs)
+        manifest = read_manifest(self.bundle)
+        machine = Machine.here(session.settings, manifest.graphs)
         copied, peak = self._device(machine)
         answers = self._answers(engine)
         text = self._text(answers)
@@ -116,7 +117,7 @@ class Tuner:
         verify = [{str(i + 1): ms for i, ms in enumerate(curve)} for curve in costs.verify]
         tuning = Tuning(
             bundle_sha256=bundle_sha256(self.bundle),
-            model=read_manifest(self.bundle).model,
+            model=manifest.model,
             precision=session.precision,
             machine=machine,
             past=pasts[0],
@@ -153,8 +154,7 @@ class Tuner:
         self._until("device")
         seconds = _SHARES["device"] * self.settings.seconds / 2
         copied = copy_bandwidth(machine.threads, seconds=min(1.0, seconds))
-        bits = {"fp32": 32, "int8": 8, "int4": 4}[self.session.precision]
-        return copied, matrix_peak(bits, machine.threads, seconds=min(1.0, seconds))
+        return copied, matrix_peak(BITS[self.session.precision], machine.threads, seconds=min(1.0, seconds))
 
     def _answers(self, engine: Engine) -> list[Recorded]:
         until = self._until("answers")
@@ -278,14 +278,3 @@ def _draft_of(engine: Engine) -> Draft | None:
     if isinstance(proposer, MixedProposer) and proposer.drafter is not None:
         return proposer.drafter.draft
     return None
-
-
-def tune(
-    bundle: Path,
-    session: Session,
-    rows: Sequence[PromptRow],
-    settings: TuneSettings,
-    progress: Progress = lambda part, share: None,
-) -> Tuned:
-    """Measure a bundle that `session` opened, over prompts; nothing is written. Raises DataError."""
-    return Tuner(session, bundle, rows, settings, progress).run()

@@ -120,16 +120,21 @@ class Tuning:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        for past, curve in ((self.past, self.verify_ms), *((c.past, c.verify_ms) for c in self.contexts)):
+        for past, curve in ((curve.past, curve.verify_ms) for curve in self.curves):
             known = all(isinstance(curve.get(str(row)), (int, float)) for row in range(1, len(curve) + 1))
             if not curve or not known or not all(0.0 < ms < math.inf for ms in curve.values()):
                 raise ConfigError(f"verify_ms at {past} tokens must hold positive times for rows 1, 2, 3, ...")
         if len(self.ngram_prior) != len(FROM) or not all(0.0 < p < 1.0 for p in self.ngram_prior):
             raise ConfigError(f"ngram_prior must hold {len(FROM)} probabilities")
 
+    @property
+    def curves(self) -> tuple[ContextCurve, ...]:
+        """What verifying takes at every context that was measured, the first among them."""
+        return (ContextCurve(past=self.past, verify_ms=self.verify_ms), *self.contexts)
+
     def costs(self) -> Costs:
         """For pricing candidates, in milliseconds."""
-        curves = [ContextCurve(past=self.past, verify_ms=self.verify_ms), *self.contexts[:1]]
+        curves = self.curves[:2]
         entry = self.draft_entry_ms or 0.0
         return Costs(
             contexts=tuple(curve.past for curve in curves),

@@ -6,13 +6,12 @@ on a few times, and a draft gains from several passes over its data; answers tha
 their time to training.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elsi_edge.artifacts import Precision
+from elsi_edge.artifacts import BYTES_PER_WEIGHT, Precision
 from elsi_edge.cli.progress import size_text, span_text
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ ANSWER_SHARE = 1 / 3  # of what exporting and calibrating leave
 _LEAST_TRAIN_S = 60.0  # seconds below which no draft worth the name comes out
 _EXPORT_S = 10.0  # seconds of an export beside its weights
 _EXPORT_S_PER_WEIGHT = 3e-7  # building, packing and checking; 135 M weights took 58 s on two busy cores
-_BYTES = {"int4": 4.5 / 8, "int8": 9 / 8, "fp32": 4.0}  # of a weight in a bundle, scales included
 _STATE_COPIES = 16  # bytes of a trained weight: itself, its average and the optimiser's two, float32
 _PASSES = 2.0  # forward passes that answering and recording a token are worth
 _CALIBRATION_ANSWER_SHARE = 0.15  # of the hours that calibration may spend on answers
@@ -88,13 +86,6 @@ def train_budget(hours: float, spent: float, final: float) -> float:
     return 3600 * hours - spent - final
 
 
-def weight_count(source: "SourceModel") -> int:
-    """Weights of a model, by its files."""
-    from elsi_edge.weights import list_tensors
-
-    return sum(math.prod(ref.shape) for ref in list_tensors(source.directory).values())
-
-
 def export_seconds(weights: int) -> float:
     """Seconds of one export of so many weights."""
     return _EXPORT_S + weights * _EXPORT_S_PER_WEIGHT
@@ -122,9 +113,11 @@ def make_plan(
     from elsi_edge.calibration.rendering import render
     from elsi_edge.cli.calibration_answers import DEFAULT_TOKENS
     from elsi_edge.errors import UsageError
+    from elsi_edge.export.pipeline import disk_needed
+    from elsi_edge.weights import count_weights
 
     shape = source.shape
-    weights = weight_count(source)
+    weights = count_weights(source.directory)
     lengths = render(source, calibration_rows, skip=calibration.skip).lengths
     measure = cost.estimate(source, lengths, calibration)
     per_token = measure.seconds / max(1, sum(lengths))
@@ -147,7 +140,7 @@ def make_plan(
     taps = calibration.taps_wanted(shape.blocks)
     tokens = int(distill_s / max(per_token * _PASSES, 1e-9)) + sum(lengths)
     draft = _draft_weights(source, taps, draft_vocab)
-    transient, kept = int(weights * (2 * _BYTES[precision] + 1)), int(weights * _BYTES[precision])
+    transient, kept = disk_needed(weights, precision), int(weights * BYTES_PER_WEIGHT[precision])
     model = 4 * weights + int(_PROGRAM)
     sizes: dict[str, tuple[float, int, int]] = {
         "plain bundle": (export_s, transient, model + kept),

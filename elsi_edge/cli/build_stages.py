@@ -242,9 +242,10 @@ class Build:
 
     def _final_seconds(self) -> float:
         """What the last export will take: as long as the first."""
-        from elsi_edge.cli.build_plan import export_seconds, weight_count
+        from elsi_edge.cli.build_plan import export_seconds
+        from elsi_edge.weights import count_weights
 
-        return self.seconds.get("plain bundle") or export_seconds(weight_count(self.source))
+        return self.seconds.get("plain bundle") or export_seconds(count_weights(self.source.directory))
 
     def _answer_seconds(self, spent: float) -> float:
         from elsi_edge.cli.build_plan import answer_budget

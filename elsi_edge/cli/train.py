@@ -1,13 +1,14 @@
 """`elsi-edge train`: a draft from distilled shards."""
 
 from contextlib import nullcontext
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from elsi_edge.artifacts import HeadKind
 from elsi_edge.cli.draft_support import flags, quoted, reporter, require_torch
+from elsi_edge.draft.settings import Arithmetic, OptimiserKind, Schedule, VocabRule
 
 if TYPE_CHECKING:
     from elsi_edge.artifacts import DraftConfig
@@ -19,42 +20,6 @@ if TYPE_CHECKING:
 _MINUTES = 60.0  # when neither --minutes nor --steps is given
 _STRUCTURE = "Structure"
 _LEARNING = "Learning"
-
-
-class Vocab(StrEnum):
-    """What ranks the draft's vocabulary."""
-
-    tokens = "tokens"
-    argmax = "argmax"
-    mass = "mass"
-
-
-class Head(StrEnum):
-    """Whether the head is trained."""
-
-    own = "own"
-    tied = "tied"
-
-
-class Optimiser(StrEnum):
-    """What updates the matrices."""
-
-    adamw = "adamw"
-    muon = "muon"
-
-
-class Schedule(StrEnum):
-    """How the learning rate goes over the budget."""
-
-    cosine = "cosine"
-    wsd = "wsd"
-
-
-class Arithmetic(StrEnum):
-    """What the matrices are multiplied in."""
-
-    bf16 = "bf16"
-    fp32 = "fp32"
 
 
 def _structure(text: str) -> Any:
@@ -93,16 +58,16 @@ def train(
         ),
     ] = 8192,
     vocab_by: Annotated[
-        Vocab,
+        VocabRule,
         typer.Option(
             help="Which tokens: the most frequent in the answers, the most often likeliest, or those of most "
             "probability.",
             rich_help_panel=_STRUCTURE,
         ),
-    ] = Vocab.tokens,
+    ] = "tokens",
     head: Annotated[
-        Head, typer.Option(help="A head of its own, or the target's rows as they are.", rich_help_panel=_STRUCTURE)
-    ] = Head.own,
+        HeadKind, typer.Option(help="A head of its own, or the target's rows as they are.", rich_help_panel=_STRUCTURE)
+    ] = "own",
     init: Annotated[
         Path | None, typer.Option(help="A draft directory to start from.", rich_help_panel=_LEARNING)
     ] = None,
@@ -126,13 +91,13 @@ def train(
         ),
     ] = "",
     optimiser: Annotated[
-        Optimiser, typer.Option(help="Muon is for the blocks' matrices.", rich_help_panel=_LEARNING)
-    ] = Optimiser.adamw,
+        OptimiserKind, typer.Option(help="Muon is for the blocks' matrices.", rich_help_panel=_LEARNING)
+    ] = "adamw",
     lr: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.", rich_help_panel=_LEARNING)] = 1e-3,
     schedule: Annotated[
         Schedule,
         typer.Option(help="Cosine, or constant with a fall in the last fifth (WSD).", rich_help_panel=_LEARNING),
-    ] = Schedule.cosine,
+    ] = "cosine",
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens per optimiser step, over all processes.", rich_help_panel=_LEARNING)
     ] = 2048,
@@ -150,7 +115,7 @@ def train(
         bool, typer.Option("--follow", help="At an epoch's end take in the shards that a running 'distill' has added.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the data order and of what starts at random.")] = 0,
-    arithmetic: Annotated[Arithmetic, typer.Option(help="What matrices are multiplied in.")] = Arithmetic.bf16,
+    arithmetic: Annotated[Arithmetic, typer.Option(help="What matrices are multiplied in.")] = "bf16",
     device: Annotated[str, typer.Option(help="'auto': a GPU where there is one; or cpu, cuda, cuda:1.")] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="Threads; 0 lets torch choose.")] = 0,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations on held-out rows.")] = 100,
@@ -173,11 +138,11 @@ def train(
     settings = TrainSettings(
         minutes=_MINUTES if minutes is None and steps is None else minutes,
         steps=steps, patience=patience, follow=follow, taps=_taps(taps), depth=depth, width=width, heads=heads,
-        kv_heads=kv_heads, head_width=head_width, mlp_width=mlp_width, draft_vocab=vocab_size, vocab_by=vocab_by.value,
-        head=head.value, warm_start=warm_start, unroll=unroll, unroll_start=unroll_start,
+        kv_heads=kv_heads, head_width=head_width, mlp_width=mlp_width, draft_vocab=vocab_size, vocab_by=vocab_by,
+        head=head, warm_start=warm_start, unroll=unroll, unroll_start=unroll_start,
         step_weights=_weights(step_weights),
-        optimiser=optimiser.value, lr=lr, schedule=schedule.value, batch_tokens=batch_tokens, accumulate=accumulate,
-        ema=ema, max_length=max_length, seed=seed, arithmetic=arithmetic.value, device=device, threads=threads,
+        optimiser=optimiser, lr=lr, schedule=schedule, batch_tokens=batch_tokens, accumulate=accumulate,
+        ema=ema, max_length=max_length, seed=seed, arithmetic=arithmetic, device=device, threads=threads,
         evaluate_every=evaluate_every,
     )  # fmt: skip
     source = resolve(model)

@@ -110,7 +110,7 @@ def _show(tuned: "Tuned") -> None:
 
 def curve_lines(tuning: "Tuning") -> list[str]:
     """The cost curve for a terminal: milliseconds by rows, and as a multiple of one row."""
-    curves = [(tuning.past, tuning.verify_ms), *((c.past, c.verify_ms) for c in tuning.contexts)]
+    curves = [(curve.past, curve.verify_ms) for curve in tuning.curves]
     rows = [row for row in _SHOWN_ROWS if str(row) in tuning.verify_ms]
     most = max(curve[str(row)] for _, curve in curves for row in rows)
     lines = ["verifying n rows, ms (times one row):", "     n " + "".join(f"{row:>8}" for row in rows)]
@@ -179,7 +179,7 @@ def _picture(tuning: "Tuning", path: "Path") -> str | None:
 
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
-    for past, curve in [(tuning.past, tuning.verify_ms), *((c.past, c.verify_ms) for c in tuning.contexts)]:
+    for past, curve in ((curve.past, curve.verify_ms) for curve in tuning.curves):
         rows = [int(row) for row in curve]
         (line,) = axes.plot(rows, [curve[str(row)] for row in rows], label=f"after {past} tokens")
         measured = [row for row in rows if row not in tuning.interpolated]

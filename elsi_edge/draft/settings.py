@@ -9,6 +9,8 @@ from elsi_edge.errors import ConfigError
 
 VocabRule = Literal["tokens", "argmax", "mass"]
 OptimiserKind = Literal["adamw", "muon"]
+Schedule = Literal["cosine", "wsd"]
+Arithmetic = Literal["bf16", "fp32"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ class TrainSettings:
     # optimiser
     optimiser: OptimiserKind = "adamw"
     lr: float = 1e-3  # peak
-    schedule: Literal["cosine", "wsd"] = "cosine"
+    schedule: Schedule = "cosine"
     decay: float = 0.2  # last share of the budget, in which "wsd" falls
     floor: float = 0.05  # last learning rate, share of the peak
     warmup: float = 0.05  # share of the budget
@@ -93,7 +95,7 @@ class TrainSettings:
     follow: bool = False  # at an epoch's end, rows of shards written since join in
 
     # machine and reporting
-    arithmetic: Literal["bf16", "fp32"] = "bf16"  # of the matrices; master weights and optimiser are float32
+    arithmetic: Arithmetic = "bf16"  # of the matrices; master weights and optimiser are float32
     device: str = "auto"  # torch's name; "auto" is a GPU where there is one
     threads: int = 0  # 0: as torch finds them
     evaluate_every: int = 100  # steps
@@ -165,8 +167,8 @@ _CHOICES = {
     "vocab_by": get_args(VocabRule),
     "head": get_args(HeadKind),
     "optimiser": get_args(OptimiserKind),
-    "schedule": ("cosine", "wsd"),
-    "arithmetic": ("bf16", "fp32"),
+    "schedule": get_args(Schedule),
+    "arithmetic": get_args(Arithmetic),
 }
 _FREE = frozenset(
     {
