@@ -114,6 +114,11 @@ class LayerSelection:
             return "the state after the final norm"
         return f"tap{'s' if self.m > 1 else ''} {', '.join(map(str, self.taps))}"
 
+    @property
+    def taps_text(self) -> str:
+        """Taps as options take them, e.g. "27", "2,15,27" or "final-norm"."""
+        return "final-norm" if self.state == "final-norm" else ",".join(map(str, self.taps))
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary, `m` included for readers."""
         return {"format": "elsi-edge-selection", **to_plain(self), "m": self.m}

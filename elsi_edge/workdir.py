@@ -29,6 +29,10 @@ class WorkDir:
         """ " --work DIR" to add to a command that is to find the same directory, "" where the default is meant."""
         return "" if self.given is None else f" --work {shlex.quote(str(self.given))}"
 
+    def bundle_flag(self, bundle: Path) -> str:
+        """ " --bundle DIR" to add to a command that is to use this plain bundle, "" where it takes it by itself."""
+        return "" if bundle == self.plain_bundle("int4") else f" --bundle {shlex.quote(str(bundle))}"
+
     @property
     def selection_path(self) -> Path:
         """What `calibrate` writes."""

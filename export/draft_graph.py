@@ -15,12 +15,12 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from elsi_edge.artifacts import DraftConfig, Precision
+from elsi_edge.artifacts import BITS, DraftConfig, Precision
 from elsi_edge.bundle import DRAFT_VOCAB_FILE, GraphRole
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.draft.shapes import block_prefixes
 from elsi_edge.export import embedding, native_draft, surgery
-from elsi_edge.export.rounding import BLOCK
+from elsi_edge.export.rounding import ACCURACY_LEVEL, BLOCK
 
 _EMBEDDED = "embedded"
 _MICROSOFT = "com.microsoft"
@@ -173,8 +173,9 @@ def _quantised(model: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
     logging.getLogger("onnxruntime.quantization.matmul_nbits_quantizer").setLevel(logging.WARNING)
-    bits = 4 if precision == "int4" else 8
-    quantiser = MatMulNBitsQuantizer(model, bits=bits, block_size=BLOCK, is_symmetric=True, accuracy_level=4)
+    quantiser = MatMulNBitsQuantizer(
+        model, bits=BITS[precision], block_size=BLOCK, is_symmetric=True, accuracy_level=ACCURACY_LEVEL
+    )
     quantiser.process()
     result: onnx.ModelProto = quantiser.model.model
     return result

@@ -14,12 +14,12 @@ from pathlib import Path
 import onnx_ir as ir
 
 from elsi_edge.errors import ModelError
+from elsi_edge.export.rounding import ACCURACY_LEVEL, BLOCK
 from elsi_edge.export.surgery import attentions, load_graph, save_graph
 
 _log = logging.getLogger(__name__)
 
 DOMAIN = "elsi.edge"  # as elsi_edge.runtime.native_ops has it; the rooms do not import each other
-_BLOCK = 32
 _EXTRA_INPUTS = slice(3, None)  # of MatMulNBits: zero points, g_idx, bias
 _SIZES = ("K", "N", "bits", "block_size")  # attributes of both kinds of product
 _TREE_WIRES = (0, 1)  # of GroupQueryAttention's inputs from the 10th on: positions and mask, which parents stand for
@@ -55,7 +55,7 @@ def use_native_products(model: ir.Model) -> NativeChange:
     if not fitting:
         raise ModelError(
             f"none of the graph's {len(products)} quantised products has symmetric 4- or 8-bit weights in blocks of "
-            f"{_BLOCK}; the native operators cannot run it"
+            f"{BLOCK}; the native operators cannot run it"
         )
     gated = sum(_replace_gated(model, node) for node in list(model.graph) if node.op_type == "Mul")
     for node in model.graph:
@@ -135,8 +135,8 @@ def _replace_attention(model: ir.Model, node: ir.Node, cached: ir.Value, parents
 def _fits(node: ir.Node) -> bool:
     return (
         _integer(node, "bits", 4) in (4, 8)
-        and _integer(node, "block_size", 0) == _BLOCK
-        and _integer(node, "accuracy_level", 0) == 4
+        and _integer(node, "block_size", 0) == BLOCK
+        and _integer(node, "accuracy_level", 0) == ACCURACY_LEVEL
         and all(value is None for value in node.inputs[_EXTRA_INPUTS])
     )
 

@@ -109,7 +109,7 @@ def check(
     for text in TEXTS:
         ids = codec.encode_raw(text)[: min(96, manifest.context - 1)]
         want, want_taps = reference.run(ids, manifest.selection)
-        target.reset()
+        target.keep(0)
         step = target.run(Tree.chain(ids[1:]), ids[0], logit_rows=range(len(ids)))
         sums.add(step.logits, want, ids)
         if manifest.selection is not None:
@@ -168,7 +168,7 @@ def _check_tree(target: OrtTarget, reference: Reference, manifest: BundleManifes
     tree = Tree(
         tokens=np.array([*rest[:3], rest[3], rest[4], rest[5]], np.int64), parents=np.array([-1, 0, 1, -1, 0, 3])
     )
-    target.reset()
+    target.keep(0)
     target.prefill(past)
     logits = target.verify(root, tree).logits.copy()
     worst = 0.0
@@ -184,7 +184,7 @@ def _check_chain(target: OrtTarget, ids: list[int]) -> None:
     past, rest = ids[:16], ids[16:32]
     results = []
     for step in (1, 2, 5, 16):
-        target.reset()
+        target.keep(0)
         target.prefill(past)
         rows = []
         for start in range(0, len(rest), step):
@@ -207,7 +207,7 @@ def _check_native(directory: Path, manifest: BundleManifest, stock: OrtTarget, i
     _check_chain(native, ids)
     logits = []
     for target in (stock, native):
-        target.reset()
+        target.keep(0)
         logits.append(target.run(Tree.chain(ids[1:]), ids[0], logit_rows=range(len(ids))).logits.copy())
     _require("the native graph's distributions", _divergence(logits[1], logits[0]) / len(ids), limit, "nats")
 

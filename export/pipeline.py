@@ -166,7 +166,7 @@ def same_selection_or_explain(
     trained = draft.config.selection
     if wanted.same_taps(trained):
         return
-    own = f"use the draft's taps with --layers {','.join(map(str, trained.taps))}, or "
+    own = f"use the draft's taps with --layers {trained.taps_text}, or "
     raise DraftError(
         f"{asked} {wanted.describe()}, the draft {draft_path} was trained on {trained.describe()}"
         f"{_score_gap(wanted, trained)}; {own if trained.state == 'residual' else ''}"

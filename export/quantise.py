@@ -1,24 +1,28 @@
 """The builder's float32 graph with its matrices in blocks of 4 or 8 bits, by a recipe."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx_ir as ir
 
 from elsi_edge.export.recipe import Recipe, matrix_name
-from elsi_edge.export.rounding import BLOCK, Floats, Rounding, quantise
+from elsi_edge.export.rounding import ACCURACY_LEVEL, BLOCK, Floats, Rounding, quantise
 
 Moments = Callable[[str], Floats]  # the mean outer product [K, K] of the inputs of a matrix, by its name
-
-_LEVEL = (
-    4  # accuracy level: activations in 8 bits; with symmetric blocks of 32, a row's bits do not depend on its company
-)
 
 
 def matrices(model: ir.Model) -> dict[str, ir.Node]:
     """The products of the graph with a constant matrix [K, N], by the names that recipes use."""
-    return dict(_products(model))
+    found = {}
+    for node in model.graph:
+        if node.op_type != "MatMul" or node.domain not in ("", "ai.onnx"):
+            continue
+        weight, name = node.inputs[1], matrix_name(node.name or "")
+        constant = weight is not None and weight.const_value is not None and len(weight.const_value.shape) == 2
+        if name is not None and constant:
+            found[name] = node
+    return found
 
 
 def quantise_graph(model: ir.Model, recipe: Recipe, moments: Moments | None = None) -> Mapping[int, int]:
@@ -42,20 +46,6 @@ def quantise_graph(model: ir.Model, recipe: Recipe, moments: Moments | None = No
     return dict(counts)
 
 
-def _products(model: ir.Model) -> Iterator[tuple[str, ir.Node]]:
-    for node in model.graph:
-        if node.op_type != "MatMul" or node.domain not in ("", "ai.onnx"):
-            continue
-        weight, name = node.inputs[1], matrix_name(node.name or "")
-        if (
-            name is not None
-            and weight is not None
-            and weight.const_value is not None
-            and len(weight.const_value.shape) == 2
-        ):
-            yield name, node
-
-
 def _replace(model: ir.Model, node: ir.Node, bits: int, rounding: Rounding, hessian: Floats | None) -> None:
     source = node.inputs[1]
     assert source is not None and source.const_value is not None and source.name is not None
@@ -73,7 +63,7 @@ def _replace(model: ir.Model, node: ir.Node, bits: int, rounding: Rounding, hess
             "N": weight.shape[0],
             "bits": bits,
             "block_size": BLOCK,
-            "accuracy_level": _LEVEL,
+            "accuracy_level": ACCURACY_LEVEL,
         },
         domain="com.microsoft",
         name=f"{node.name}_Q{bits}",

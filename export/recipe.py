@@ -24,7 +24,7 @@ from typing import Any, get_args
 
 from elsi_edge.artifacts import BITS, Precision
 from elsi_edge.errors import ConfigError, UsageError
-from elsi_edge.export.rounding import BLOCK, Rounding
+from elsi_edge.export.rounding import ACCURACY_LEVEL, BLOCK, Rounding
 
 LM_HEAD = "lm_head"
 _ALLOWED = (4, 8, 32)
@@ -76,7 +76,7 @@ class Recipe:
         operator = "MatMul" if self.bits == 32 else "MatMulNBits"
         value: dict[str, Any] = {"operator": operator, "bits": self.bits}
         if self.bits != 32 or (counts is not None and set(counts) - {32}):
-            value |= {"block": BLOCK, "symmetric": True, "accuracy_level": 4, "rounding": self.rounding}
+            value |= {"block": BLOCK, "symmetric": True, "accuracy_level": ACCURACY_LEVEL, "rounding": self.rounding}
         if self.lm_head_bits is not None:
             value["lm_head_bits"] = self.lm_head_bits
         if self.matrices:

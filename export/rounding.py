@@ -20,6 +20,8 @@ Floats = NDArray[np.float32]
 Levels = NDArray[np.int16]
 
 BLOCK = 32  # weights that share a scale
+# Of MatMulNBits: activations in 8 bits; with symmetric blocks of 32, a row's bits do not depend on its company.
+ACCURACY_LEVEL = 4
 _ROWS = 2048  # output rows at a time: bounds the temporaries
 _DIVISORS = (8.0, 7.6, 7.2, 6.8, 8.5, 9.2)  # candidates: the largest magnitude over the scale, at 4 bits
 _DAMPING = 0.01  # of the Hessian's mean diagonal, added to it (GPTQ's 1 %)

@@ -64,17 +64,13 @@ class OrtDraft:
             self._graph.bind_input("seqlens_k", self._seqlens)
             self._graph.bind_input("total_sequence_length", self._total)
 
-    def reset(self) -> None:
-        """Empty the cache; its buffers stay."""
-        self.cache.length = 0
-
     @property
     def length(self) -> int:
         """Entries committed."""
         return self.cache.length
 
     def keep(self, entries: int) -> None:
-        """Forget everything but the first `entries` entries."""
+        """Forget everything but the first `entries` entries; the buffers stay."""
         self.cache.truncate(entries)
 
     def extend(self, next_tokens: Sequence[int], taps: NDArray[np.float32]) -> DraftStep:

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from elsi_edge.runtime.drafter import Draft
 from elsi_edge.runtime.one_node import matrix_session
+from elsi_edge.runtime.policy import EXACT_CHAIN_ROWS
 from elsi_edge.runtime.target import Target
 from elsi_edge.runtime.tree import ROOT, Tree
 
 SPARSE_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 MOST_ROWS = 64
 _SMALL, _SMALL_REPEATS = 4, 3  # rows that are timed more often, since most rounds are of them
-EXACT_ROWS = 16  # rows a step that are compared with one row a step at most
 _EXACT_TOKENS = 48
 _SAME_LOGITS = 1e-3  # at fp32 rounding differs; largest difference that counts as the same
 _COPY_BYTES = 128 << 20  # several times a large cache
@@ -94,7 +94,7 @@ def exact_rows(
     tokens = list(token_ids[past : past + _EXACT_TOKENS])
     expected = _in_steps(target, token_ids[:past], tokens, 1)
     tried, good = [1], 1
-    for count in range(2, min(EXACT_ROWS, len(tokens)) + 1):
+    for count in range(2, min(EXACT_CHAIN_ROWS, len(tokens)) + 1):
         if time.perf_counter() > until:
             break
         found = _in_steps(target, token_ids[:past], tokens, count)

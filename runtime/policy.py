@@ -19,7 +19,7 @@ DEFAULT_DRAFT_NODES: Mapping[Precision, int] = {"fp32": 8, "int8": 4, "int4": 4}
 DEFAULT_NATIVE_NODES = 8  # the same where the native operators run
 DEFAULT_SPEEDUP = 1.1  # over plain decoding, until it is known
 EXACT_TREE_NODES = EXACT_ROWS - 1  # of the native operators
-EXACT_CHAIN_NODES = 15  # int4 and int8 kernels give the same bits for 1 to 16 rows
+EXACT_CHAIN_ROWS = 16  # a step: int4 and int8 kernels of ONNX Runtime give the same bits for 1 to so many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def decide(
     choice = tuning.choice if tuning is not None and (options.exact or precision == "fp32") else None
     if choice is not None and choice.mode == "plain" and options.draft_nodes is None:
         return plain
-    untested = EXACT_TREE_NODES if exact_trees else EXACT_CHAIN_NODES
+    untested = EXACT_TREE_NODES if exact_trees else EXACT_CHAIN_ROWS - 1
     most = untested if tuning is None else tuning.exact_rows - 1
     if options.draft_nodes is not None:
         budget = options.draft_nodes

@@ -80,12 +80,8 @@ class OrtTarget:
         """S, tokens in the cache."""
         return self.cache.length
 
-    def reset(self) -> None:
-        """Empty the cache; its buffers stay."""
-        self.cache.length = 0
-
     def keep(self, rows: int) -> None:
-        """Forget everything but the first `rows` tokens of the cache."""
+        """Forget everything but the first `rows` tokens of the cache; its buffers stay."""
         self.cache.truncate(rows)
 
     def prefill(self, token_ids: Sequence[int]) -> TargetStep:

@@ -114,7 +114,7 @@ class BundleRunner:
 
     def _answer(self, target: OrtTarget, request: AnswerRequest, stop: Callable[[], bool] = lambda: False) -> list[int]:
         options = GenerateOptions(temperature=request.temperature, top_k=request.top_k, max_tokens=request.max_tokens)
-        target.reset()
+        target.keep(0)
         step = target.prefill(request.prompt_ids)
         answer = [choose(step.logits[-1], options, seed=request.seed, index=0)]
         limit = min(request.max_tokens, self._context - len(request.prompt_ids))

@@ -65,10 +65,6 @@ class ToyTarget:
             return ()
         return tuple(int(token) for token in self.cache.buffers[1][0, 0, : self.length, 0])
 
-    def reset(self) -> None:
-        """Empty the cache."""
-        self.cache.length = 0
-
     def keep(self, rows: int) -> None:
         """Forget everything but the first `rows` tokens of the cache."""
         self.cache.truncate(rows)

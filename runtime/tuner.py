@@ -15,7 +15,6 @@ from elsi_edge.runtime.acceptance import draft_ranks, ngram_prior
 from elsi_edge.runtime.drafter import Draft
 from elsi_edge.runtime.engines import Engine
 from elsi_edge.runtime.measure import (
-    EXACT_ROWS,
     MOST_ROWS,
     copy_bandwidth,
     exact_rows,
@@ -27,6 +26,7 @@ from elsi_edge.runtime.measure import (
 )
 from elsi_edge.runtime.mixed import MixedProposer
 from elsi_edge.runtime.options import GenerateOptions
+from elsi_edge.runtime.policy import EXACT_CHAIN_ROWS
 from elsi_edge.runtime.price import Costs, interpolate
 from elsi_edge.runtime.recorded import Recorded, record
 from elsi_edge.runtime.session import Session
@@ -225,9 +225,9 @@ class Tuner:
             most = min(MOST_ROWS, room)
             good, tried = exact_tree_rows(engine.target, text, past, most=most, until=until)
         else:
-            most, bits = EXACT_ROWS, self.session.precision != "fp32"
+            most, bits = EXACT_CHAIN_ROWS, self.session.precision != "fp32"
             good, tried = exact_rows(
-                engine.target, text[: past + max(2, room - EXACT_ROWS)], past, bits=bits, until=until
+                engine.target, text[: past + max(2, room - EXACT_CHAIN_ROWS)], past, bits=bits, until=until
             )
         if good < most and tried[-1] == good:
             self._notes.append(f"time to test {good} of {most} rows a step for exactness; use more --seconds")

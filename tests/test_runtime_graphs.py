@@ -92,7 +92,7 @@ def tree_target(tiny_bundle: MakeBundle) -> OrtTarget:
 
 
 def test_each_row_of_a_tree_equals_its_path_run_as_a_chain(tree_target: OrtTarget) -> None:
-    tree_target.reset()
+    tree_target.keep(0)
     tree_target.prefill(PAST)
     step = tree_target.verify(ROOT_TOKEN, TREE)
     logits, taps = step.logits.copy(), step.taps.copy()
@@ -100,7 +100,7 @@ def test_each_row_of_a_tree_equals_its_path_run_as_a_chain(tree_target: OrtTarge
     assert tree_target.length == len(PAST)
     for row in range(TREE.size + 1):
         tokens = [int(TREE.tokens[r - 1]) for r in path_rows(TREE, row)]
-        tree_target.reset()
+        tree_target.keep(0)
         tree_target.prefill([*PAST, ROOT_TOKEN, *tokens][:-1])
         last = tree_target.verify(tokens[-1] if tokens else ROOT_TOKEN, Tree.empty())
         np.testing.assert_allclose(logits[row], last.logits[0], atol=1e-4)
@@ -110,11 +110,11 @@ def test_each_row_of_a_tree_equals_its_path_run_as_a_chain(tree_target: OrtTarge
 
 
 def test_several_rows_with_a_past_equal_one_at_a_time(tree_target: OrtTarget) -> None:
-    tree_target.reset()
+    tree_target.keep(0)
     tree_target.prefill(PAST[:4])
     step = tree_target.verify(PAST[4], Tree.chain(PAST[5:]))
     logits, taps = step.logits.copy(), step.taps.copy()
-    tree_target.reset()
+    tree_target.keep(0)
     tree_target.prefill(PAST[:4])
     singly, singly_taps = one_at_a_time(tree_target, PAST[4:])
     np.testing.assert_allclose(logits, singly, atol=1e-4)
@@ -125,11 +125,11 @@ def test_several_rows_with_a_past_equal_one_at_a_time(tree_target: OrtTarget) ->
 def test_a_prefill_in_blocks_equals_a_whole_one(
     tree_target: OrtTarget, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree_target.reset()
+    tree_target.keep(0)
     whole = tree_target.prefill(PAST)
     logits, taps = whole.logits.copy(), whole.taps.copy()
     monkeypatch.setattr(target_module, "PREFILL_ROWS", rows)
-    tree_target.reset()
+    tree_target.keep(0)
     step = tree_target.prefill(PAST)
     assert step.logits.shape == (1, tree_target.vocab_size)
     assert step.taps.shape == (12, tree_target.tap_width)
@@ -140,14 +140,14 @@ def test_a_prefill_in_blocks_equals_a_whole_one(
 
 @pytest.mark.parametrize("rows", [[0], [0, 1, 4, 7], [0, 2, 6], [0, 3]])
 def test_after_a_commit_the_cache_is_that_of_the_accepted_path(tree_target: OrtTarget, rows: list[int]) -> None:
-    tree_target.reset()
+    tree_target.keep(0)
     tree_target.prefill(PAST)
     tree_target.verify(ROOT_TOKEN, TREE)
     tree_target.commit(rows)
     accepted = [int(TREE.tokens[row - 1]) for row in rows[1:]]
     got = [buffer[:, :, : tree_target.length].copy() for buffer in tree_target.cache.buffers]
     after, _ = one_at_a_time(tree_target, [3, 4])
-    tree_target.reset()
+    tree_target.keep(0)
     tree_target.prefill([*PAST, ROOT_TOKEN, *accepted])
     for mine, theirs in zip(got, tree_target.cache.buffers, strict=True):
         np.testing.assert_allclose(mine, theirs[:, :, : tree_target.length], atol=1e-5)
@@ -165,7 +165,7 @@ def test_a_growing_cache_changes_nothing_and_lets_go_of_old_buffers(
     got, _ = one_at_a_time(growing, PAST[3:])
     assert growing.cache.capacity == 12
     assert all(buffer() is None for buffer in old)
-    tree_target.reset()
+    tree_target.keep(0)
     tree_target.prefill(PAST[:3])
     expected, _ = one_at_a_time(tree_target, PAST[3:])
     assert np.array_equal(got, expected)
@@ -190,7 +190,7 @@ def test_an_interrupted_growth_is_made_up_for(tiny_bundle: MakeBundle, monkeypat
             patch.setattr(target._graph, "bind_in_place", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 target._graph.reserve(target.cache, 4 * kv_cache.PAGE)
-        target.reset()
+        target.keep(0)
         assert np.array_equal(target.prefill(PAST).logits, expected)
 
 
@@ -205,7 +205,7 @@ def test_the_chain_form_gives_the_same_bits_for_any_number_of_rows(
     tokens = np.random.default_rng(0).integers(6, 300, 48).tolist()
     found = {}
     for rows in (1, 2, 3, 4, 8, 16):
-        target.reset()
+        target.keep(0)
         target.prefill(PAST)
         logits, taps = [], []
         for start in range(0, len(tokens), rows):
@@ -224,7 +224,7 @@ def test_rejected_rows_leave_no_trace_in_the_chain_form(tiny_bundle: MakeBundle)
     target = open_target(tiny_bundle("int4"), "target-chain")
     target.prefill(PAST)
     clean, _ = one_at_a_time(target, [30, 40, 50])
-    target.reset()
+    target.keep(0)
     target.prefill(PAST)
     seen = []
     for token in (30, 40, 50):
@@ -285,7 +285,7 @@ def test_lossless_on_real_graphs(tiny_bundle: MakeBundle, precision: Precision, 
 
 def entries(target: OrtTarget) -> tuple[list[int], Floats]:
     """Tokens that followed, and tapped states, of the past."""
-    target.reset()
+    target.keep(0)
     return [*PAST[1:], ROOT_TOKEN], target.prefill(PAST).taps
 
 
@@ -297,12 +297,12 @@ def test_entries_in_blocks_equal_entries_at_once(
     whole = draft.extend(followed, taps)
     assert whole.log_probs.shape == (1, draft.config.draft_vocab_size)
     np.testing.assert_allclose(np.exp(whole.log_probs).sum(), 1.0, rtol=1e-5)
-    draft.reset()
+    draft.keep(0)
     draft.extend(followed[:5], taps[:5])
     again = draft.extend(followed[5:], taps[5:])
     np.testing.assert_allclose(again.log_probs, whole.log_probs, atol=1e-4)
     monkeypatch.setattr(draft_module, "ENTRY_ROWS", 5)
-    draft.reset()
+    draft.keep(0)
     blocks = draft.extend(followed, taps)
     np.testing.assert_allclose(blocks.log_probs, whole.log_probs, atol=1e-4)
     np.testing.assert_allclose(blocks.states, whole.states, atol=1e-4)
@@ -317,7 +317,7 @@ def test_the_proposed_tree_is_that_of_paths_run_one_by_one(tiny_bundle: MakeBund
 
     def predicted(path: tuple[int, ...]) -> Floats:
         """Log-probabilities [U] after a path of target tokens below the root."""
-        draft.reset()
+        draft.keep(0)
         step = draft.extend(followed, taps)
         for depth, token in enumerate(path, start=1):
             step = draft.expand(np.array([token]), step.states[-1:], depth, np.ones((1, depth), np.bool_))

@@ -43,7 +43,7 @@ def say_next(selection: "LayerSelection", model: str, place: "WorkDir", *, stray
     from elsi_edge.packaged import packaged_config
 
     config, name = packaged_config(), shlex.quote(model)
-    names = "final-norm" if selection.state == "final-norm" else ",".join(map(str, selection.taps))
+    names = selection.taps_text
     fits = config is not None and config.target_fingerprint == selection.target_fingerprint
     plain = plain_bundle(place)
     if config is not None and fits and config.selection.same_taps(selection):
@@ -56,9 +56,8 @@ def say_next(selection: "LayerSelection", model: str, place: "WorkDir", *, stray
             "(distill, train)."
         )
     if plain is not None:
-        bundle = "" if plain == place.plain_bundle("int4") else f" --bundle {shlex.quote(str(plain))}"
         taps = f" --taps {names}" if stray else ""
-        common.next_command(f"elsi-edge distill {name}{taps}{bundle}{place.flag}")
+        common.next_command(f"elsi-edge distill {name}{taps}{place.bundle_flag(plain)}{place.flag}")
     else:
         common.note("The draft learns from the target as it will be deployed, so that is exported first.")
         common.next_command(f"elsi-edge export {name} --plain-only{place.flag}")

@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elsi_edge.artifacts import LayerSelection, Precision
@@ -87,10 +87,9 @@ def say_next(manifest: "BundleManifest", model: str, out: Path, place: "WorkDir"
         common.next_command(f"elsi-edge bench {shlex.quote(str(out))}")
         return
     name = shlex.quote(model)
-    bundle = "" if out == place.plain_bundle("int4") else f" --bundle {shlex.quote(str(out))}"
     common.note(f"It runs with: elsi-edge generate {shlex.quote(str(out))} 'Hello' --plain")
     steps = [] if place.selection_path.is_file() else [f"elsi-edge calibrate {name}{place.flag}"]
-    steps += [f"elsi-edge distill {name}{bundle}{place.flag}", f"elsi-edge train {name}{place.flag}"]
+    steps += [f"elsi-edge distill {name}{place.bundle_flag(out)}{place.flag}", f"elsi-edge train {name}{place.flag}"]
     steps += [f"elsi-edge export {name} --precision {manifest.precision}{place.flag}"]
     common.next_command(" && ".join(steps))
 
@@ -101,31 +100,24 @@ def training_commands(model: str, selection: "LayerSelection", place: "WorkDir",
     `named` says that the selection was given by hand, so that the commands must give it again.
     """
     from elsi_edge.cli.calibration_answers import plain_bundle
+    from elsi_edge.cli.draft_support import flags
     from elsi_edge.draft.shards import MANIFEST
 
     name, plain = shlex.quote(model), plain_bundle(place)
-    taps = "final-norm" if selection.state == "final-norm" else ",".join(map(str, selection.taps))
-    shards = draft = ""
+    taps = selection.taps_text
+    own = taps.replace(",", "-")
+    shards = draft = None
     if (place.shards / MANIFEST).is_file() and not _shards_are_of(selection, place):
-        shards = shlex.quote(str(place.root / f"shards-{taps.replace(',', '-')}"))
+        shards = place.root / f"shards-{own}"
     if any(place.draft.glob("*")):
-        draft = shlex.quote(str(place.root / f"draft-{taps.replace(',', '-')}"))
+        draft = place.root / f"draft-{own}"
     steps = [] if plain is not None else [f"elsi-edge export {name} --plain-only{place.flag}"]
-    options: dict[str, Any] = {
-        " --taps": taps if named else "",
-        " --bundle": "" if plain in (None, place.plain_bundle("int4")) else shlex.quote(str(plain)),
-        " --out": shards,
-    }
-    steps.append(f"elsi-edge distill {name}" + _given(options) + place.flag)
-    steps.append(f"elsi-edge train {name}" + _given({" --shards": shards, " --out": draft}) + place.flag)
-    steps.append(
-        f"elsi-edge export {name}" + _given({" --draft": draft, " --layers": taps if named else ""}) + place.flag
-    )
+    bundle = "" if plain is None else place.bundle_flag(plain)
+    named_taps, named_layers = (f" --taps {taps}", f" --layers {taps}") if named else ("", "")
+    steps.append(f"elsi-edge distill {name}{named_taps}{bundle}{flags(out=shards)}{place.flag}")
+    steps.append(f"elsi-edge train {name}{flags(shards=shards, out=draft)}{place.flag}")
+    steps.append(f"elsi-edge export {name}{flags(draft=draft)}{named_layers}{place.flag}")
     return " && ".join(steps)
-
-
-def _given(options: dict[str, Any]) -> str:
-    return "".join(f"{name} {value}" for name, value in options.items() if value)
 
 
 def _shards_are_of(selection: "LayerSelection", place: "WorkDir") -> bool:

@@ -19,7 +19,7 @@ DraftNodes = Annotated[
     typer.Option(
         "--draft-nodes",
         help="Drafted nodes N of a round, so N + 1 rows to verify; 0 drafts nothing. Default: as many as pay, at most "
-        "what `tune` chose for this device, else 8 at fp32, 4 at int8, 4 at int4.",
+        "what `tune` chose for this device, else 8 at fp32, 4 at int8, 4 at int4, 8 with the native operators.",
         show_default=False,
     ),
 ]
@@ -35,8 +35,8 @@ Exact = Annotated[
     bool,
     typer.Option(
         "--exact/--no-exact",
-        help="The same tokens as plain decoding: any tree at fp32, chains at int4 and int8. "
-        "--no-exact allows trees there, equal up to kernel noise.",
+        help="The same tokens as plain decoding: any tree at fp32 and with the native operators, else chains at int4 "
+        "and int8. --no-exact allows trees there, equal up to kernel noise.",
     ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer at most, the end token counted.")]

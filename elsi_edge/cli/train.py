@@ -201,7 +201,7 @@ def _layers(config: "DraftConfig", place: "WorkDir") -> str:
         return ""
     if chosen is None or chosen.same_taps(config.selection) or config.selection.state == "final-norm":
         return ""
-    return f" --layers {','.join(map(str, config.selection.taps))}"
+    return f" --layers {config.selection.taps_text}"
 
 
 def _taps(text: str) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ _DEPTH = 4  # of a tree's right path
 
 def likeliest(target: OrtTarget, prompt: Sequence[int], answer: Sequence[int], form: str) -> NDArray[np.int64]:
     """The target's likeliest token after each token of `answer` but the last, in the given form."""
-    target.reset()
+    target.keep(0)
     target.prefill(prompt)
     found: list[NDArray[np.int64]] = []
     step = {"one": 1, "chain": _ROWS, "tree": _DEPTH + 1}[form]

@@ -43,7 +43,7 @@ def main() -> None:
         target = OrtTarget(session, shape=bundle.manifest.shape, tap_width=bundle.manifest.tap_width)
         logits = []
         for ids in windows:
-            target.reset()
+            target.keep(0)
             logits.append(target.run(Tree.chain(ids[1:]), ids[0], logit_rows=range(len(ids))).logits.copy())
         agree = np.concatenate([a.argmax(-1) == b.argmax(-1) for a, b in zip(logits, source, strict=True)])
         figures[bundle.manifest.precision] = {

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elsi_edge.builtin import NAME
 from elsi_edge.draft.checkpoint import load_draft
 from elsi_edge.fsio import write_json
 from elsi_edge.prompts import read_prompts
 from tests.figures.replay import Counts, by_category, differences
 from tests.figures.table_report import BASE, write_into
-
-MODEL = "smollm2-135m-instruct"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +111,7 @@ def _train(options: argparse.Namespace) -> None:
 def _train_one(options: argparse.Namespace, name: str, rule: Rule, seed: int) -> None:
     directory = options.work / name
     directory.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "elsi_edge", "train", MODEL, "--shards", str(options.train_shards)]
+    command = [sys.executable, "-m", "elsi_edge", "train", NAME, "--shards", str(options.train_shards)]
     command += ["--out", str(directory), "--taps", rule.taps, "--seed", str(seed), "--steps", str(options.steps)]
     command += ["--threads", "1", *options.flags.split()]
     with (directory / "train.txt").open("a") as log:
@@ -176,7 +175,7 @@ def _gather(options: argparse.Namespace, finished: Sequence[str]) -> dict[str, A
     for name, rows in pooled.items():
         if name != BASE and BASE in pooled:
             rules[name]["difference"] = differences(rows, pooled[BASE], categories)
-    return {"model": MODEL, "steps": options.steps, "flags": options.flags, "rules": rules}
+    return {"model": NAME, "steps": options.steps, "flags": options.flags, "rules": rules}
 
 
 def _add(one: dict[str, Counts] | None, other: dict[str, Counts]) -> dict[str, Counts]:

@@ -21,13 +21,13 @@ import numpy as np
 
 from elsi_edge import GenerateOptions, Session, SessionSettings
 from elsi_edge.artifacts import PromptRow
+from elsi_edge.builtin import NAME
 from elsi_edge.fsio import write_json
-from elsi_edge.prompts import read_prompts
+from elsi_edge.prompts import read_prompts, spread_over_categories
 from elsi_edge.runtime.options import DraftShape
 
-MODEL = "smollm2-135m-instruct"
 SHAPES: tuple[tuple[str, int, DraftShape], ...] = (("chain-4", 4, "chain"), ("tree-30", 30, "tree"))
-_EACH = 5  # prompts a category
+_PROMPTS = 65  # five a category
 _TOKENS = 64
 _LEVELS = 200  # timed
 
@@ -37,10 +37,10 @@ def main() -> None:
     options = _options()
     bundle = options.draft / "bundle"
     if not bundle.is_dir():
-        command = [sys.executable, "-m", "elsi_edge", "export", MODEL, "--draft", str(options.draft)]
+        command = [sys.executable, "-m", "elsi_edge", "export", NAME, "--draft", str(options.draft)]
         subprocess.run([*command, "--out", str(bundle)], check=True, stdout=subprocess.DEVNULL)
     session = Session.open(bundle, SessionSettings(threads=options.threads, tuning=False))
-    rows = _five_each(read_prompts(options.prompts))
+    rows = spread_over_categories(read_prompts(options.prompts), _PROMPTS)
     figures: dict[str, Any] = {"prompts": len(rows), "tokens": _TOKENS, "level_ms": level_ms(session)}
     for name, nodes, shape in SHAPES:
         figures[name] = tau(session, rows, nodes, shape, temperature=1.0)
@@ -58,13 +58,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
-
-
-def _five_each(rows: Sequence[PromptRow]) -> list[PromptRow]:
-    taken: dict[str, list[PromptRow]] = {}
-    for row in rows:
-        taken.setdefault(row.category, []).append(row)
-    return [row for category in sorted(taken) for row in taken[category][:_EACH]]
 
 
 def tau(session: Session, rows: Sequence[PromptRow], nodes: int, shape: DraftShape, *, temperature: float) -> float:
