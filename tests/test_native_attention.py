@@ -7,9 +7,9 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
 
 from elsi_edge.runtime import native_ops
+from tests import one_attention
 
 REPORT = native_ops.report()
 pytestmark = pytest.mark.skipif(not REPORT.available, reason=REPORT.why_not)
@@ -45,28 +45,10 @@ def opened(shape: Shape, threads: int = 1, **changed: Any) -> ort.InferenceSessi
         "scale": shape.scale,
         "softcap": shape.softcap,
     }
-    names = ["qkv", "past_key", "past_value", "cos", "sin", "cached", "parents"]
-    node = helper.make_node(
-        "TreeAttention", names, ["y", "key", "value"], domain=native_ops.DOMAIN, **(numbers | changed)
-    )
-    types = [TensorProto.FLOAT] * 5 + [TensorProto.INT32, TensorProto.INT64]
-    ranks = (3, 4, 4, 2, 2, 1, 1)
-    graph = helper.make_graph(
-        [node],
-        "g",
-        [
-            helper.make_tensor_value_info(n, t, [f"{n}{i}" for i in range(r)])
-            for n, t, r in zip(names, types, ranks, strict=True)
-        ],
-        [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in ("y", "key", "value")],
-    )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(native_ops.DOMAIN, 1)]
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
     options.enable_cpu_mem_arena = False  # so that a sanitizer sees the ends of tensors
-    native_ops.register(options)
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return one_attention.open_native(options, **(numbers | changed))
 
 
 def angles(shape: Shape) -> tuple[Floats, Floats]:
@@ -248,32 +230,13 @@ def test_in_place() -> None:
 @pytest.mark.parametrize("shape", (SHAPES[1], SHAPES[6], Shape(softcap=8.0)), ids=str)
 def test_close_to_the_stock_operator(shape: Shape) -> None:
     """GroupQueryAttention on a chain, its sliding window and soft-cap meant alike."""
-    names = ["qkv", "", "", "past_key", "past_value", "seqlens_k", "total", "cos", "sin"]
-    node = helper.make_node(
-        "GroupQueryAttention",
-        names,
-        ["y", "key", "value"],
-        domain="com.microsoft",
+    stock = one_attention.open_stock(
+        ort.SessionOptions(),
         num_heads=shape.heads,
         kv_num_heads=shape.kv_heads,
         local_window_size=shape.window,
         softcap=shape.softcap,
-        do_rotary=1,
     )
-    kinds = {"seqlens_k": TensorProto.INT32, "total": TensorProto.INT32}
-    ranks = {"qkv": 3, "past_key": 4, "past_value": 4, "cos": 2, "sin": 2, "seqlens_k": 1, "total": 0}
-    graph = helper.make_graph(
-        [node],
-        "g",
-        [
-            helper.make_tensor_value_info(n, kinds.get(n, TensorProto.FLOAT), [f"{n}{i}" for i in range(r)])
-            for n, r in ranks.items()
-        ],
-        [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in ("y", "key", "value")],
-    )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    stock = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     for cached, rows in ((60, 1), (60, 5)):
         feed = inputs(shape, cached, list(range(-1, rows - 1)), cached + rows)
         got = opened(shape).run(None, feed)

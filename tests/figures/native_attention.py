@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from onnx import TensorProto, helper
 
-from elsi_edge.runtime import native_ops
+from tests import one_attention
 
 CASES = ((1, 256), (8, 256), (1, 4096), (8, 4096))  # (rows, context)
 
@@ -21,41 +20,11 @@ CASES = ((1, 256), (8, 256), (1, 4096), (8, 4096))  # (rows, context)
 def opened(options: argparse.Namespace, *, native: bool) -> ort.InferenceSession:
     """A session over one attention."""
     numbers: dict[str, Any] = {"num_heads": options.heads, "kv_num_heads": options.kv_heads}
-    if native:
-        names = {"qkv": 3, "past_key": 4, "past_value": 4, "cos": 2, "sin": 2, "cached": 1, "parents": 1}
-        node = helper.make_node(
-            "TreeAttention",
-            [*names],
-            ["y", "key", "value"],
-            domain="elsi.edge",
-            window=-1,
-            scale=0.0,
-            softcap=0.0,
-            **numbers,
-        )
-    else:
-        names = {"qkv": 3, "past_key": 4, "past_value": 4, "seqlens_k": 1, "total": 0, "cos": 2, "sin": 2}
-        wires = ["qkv", "", "", *list(names)[1:]]
-        node = helper.make_node(
-            "GroupQueryAttention", wires, ["y", "key", "value"], domain="com.microsoft", do_rotary=1, **numbers
-        )
-    kinds = {"cached": TensorProto.INT32, "parents": TensorProto.INT64} | dict.fromkeys(("seqlens_k", "total"), 6)
-    graph = helper.make_graph(
-        [node],
-        "g",
-        [
-            helper.make_tensor_value_info(n, kinds.get(n, TensorProto.FLOAT), [f"{n}{i}" for i in range(r)])
-            for n, r in names.items()
-        ],
-        [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in ("y", "key", "value")],
-    )
     session = ort.SessionOptions()
     session.intra_op_num_threads = options.threads
     if native:
-        native_ops.register(session)
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("elsi.edge" if native else "com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    return ort.InferenceSession(model.SerializeToString(), session, providers=["CPUExecutionProvider"])
+        return one_attention.open_native(session, window=-1, scale=0.0, softcap=0.0, **numbers)
+    return one_attention.open_stock(session, **numbers)
 
 
 def bound(run: ort.InferenceSession, options: argparse.Namespace, rows: int, past: int) -> tuple[Any, list[Any]]:
