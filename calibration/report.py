@@ -17,6 +17,7 @@ from elsi_edge.calibration import report_tables as tables
 from elsi_edge.calibration.analysis import Analysis
 from elsi_edge.calibration.plot_style import numbers
 from elsi_edge.calibration.words import GIVEN, listed, number, percent, span, whole
+from elsi_edge.packaged import report_css
 
 REPORT = "report.html"
 NUMBERS = "calibration.json"
@@ -90,7 +91,7 @@ def _context(analysis: Analysis, files: Mapping[str, bytes]) -> dict[str, Any]:
     probe, variance, stability = selection.probe, selection.variance, selection.stability
     return {
         "title": f"Calibration of {selection.model or 'a model'}",
-        "css": _resource("report.css"),
+        "css": report_css(),
         "pick": pick(analysis),
         "verdict": analysis.verdict,
         "contents": CONTENTS,

@@ -28,7 +28,11 @@ FINAL_NORM = -1  # in a list of taps to read: the state after the final norm (EA
 METHODS: tuple[Method, ...] = get_args(Method)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 BITS: Mapping[Precision, int] = {"int4": 4, "int8": 8, "fp32": 32}  # of a weight
-BYTES_PER_WEIGHT: Mapping[Precision, float] = {"int4": 4.5 / 8, "int8": 9 / 8, "fp32": 4.0}  # scales included
+# Scales included: a float32 for every block of 32 weights. The last block of a row is padded, which is not counted.
+BYTES_PER_WEIGHT: Mapping[Precision, float] = {"int4": 5 / 8, "int8": 9 / 8, "fp32": 4.0}
+# The draft only proposes, so its precision never changes tokens; at fp32 its weights would take four times as long to
+# read for the same proposals.
+DRAFT_PRECISION: Mapping[Precision, Precision] = {"fp32": "int8", "int8": "int8", "int4": "int4"}
 
 
 @dataclass(frozen=True, kw_only=True)

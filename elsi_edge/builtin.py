@@ -51,6 +51,12 @@ def fetch() -> Path:
     return _from_hub_or_wheel() if not wanted else _from(wanted)
 
 
+def gguf() -> Path | None:
+    """The 4-bit GGUF that the wheel brought, where it is cached; other runtimes read it. Fetches nothing."""
+    found = cache.find(f"{NAME}-wheel")
+    return None if found is None or not (found / _GGUF).is_file() else found / _GGUF
+
+
 def _from_hub_or_wheel() -> Path:
     trouble = _hub_trouble()
     if trouble is None:

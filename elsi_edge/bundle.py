@@ -32,6 +32,10 @@ GraphRole = Literal[
     "draft",
     "draft-native",
     "projection",
+    "static-prefill",
+    "static-verify",
+    "static-entry",
+    "static-level",
 ]
 
 
@@ -41,6 +45,23 @@ class FileEntry:
 
     bytes: int
     sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticForm:
+    """The fixed sizes of a bundle of static graphs; the cache is as wide as the bundle's context."""
+
+    prefill_rows: int  # P, tokens of a prompt that a call takes
+    verify_rows: int  # n, rows of a verification: the root and at most n - 1 drafted nodes
+    level_rows: int  # w, nodes that a call of the draft takes; 0 without a draft
+    activation_bits: int  # of what the matrices read and yield: 8, 16, or 32 for float
+
+    def __post_init__(self) -> None:
+        if min(self.prefill_rows, self.verify_rows) < 1 or self.level_rows < 0:
+            raise ConfigError(
+                f"static form: {self.prefill_rows} prefill rows, {self.verify_rows} verify rows and {self.level_rows} "
+                "level rows cannot be"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +80,7 @@ class BundleManifest:
     quantisation: Mapping[str, Any] = field(default_factory=dict)  # recipes of target and draft
     parity: Mapping[str, Any] = field(default_factory=dict)  # what the check against the source measured
     licence: str = "unknown"  # of the source model
+    static: StaticForm | None = None  # of a bundle of static graphs, for NPUs; None in one of dynamic shapes
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     components: Mapping[str, int] = field(default_factory=dict)  # bytes of the files by component, see `components`
     tokenizer_sha256: str = ""  # of the target's tokenizer.json
@@ -82,6 +104,8 @@ class BundleManifest:
         value: dict[str, Any] = {"format": FORMAT, **to_plain(self)}
         value["selection"] = None if self.selection is None else self.selection.to_json()
         value["draft"] = None if self.draft is None else self.draft.to_json()
+        if self.static is None:
+            del value["static"]  # versions before it read such a manifest too
         return value
 
     @classmethod
@@ -97,6 +121,8 @@ class BundleManifest:
             parts["selection"] = LayerSelection.from_json(parts["selection"], source)
         if parts.get("draft") is not None:
             parts["draft"] = DraftConfig.from_json(parts["draft"], source)
+        if parts.get("static") is not None:
+            parts["static"] = from_plain(StaticForm, parts["static"], source)
         manifest = from_plain(cls, parts, source, ignore=("format",))
         _require_consistent(manifest, source)
         return manifest

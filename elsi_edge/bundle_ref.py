@@ -42,7 +42,10 @@ def find_bundle(reference: str, work: Path | None = None) -> BundleRef:
             f"make one with: elsi-edge export {shlex.quote(reference) if reference else 'MODEL'}{place.flag}"
         )
     complete = [entry for entry in found if not entry[1].plain_only]
-    path, manifest = max(complete or found, key=lambda entry: (entry[0] / MANIFEST).stat().st_mtime_ns)
+    # Graphs of fixed size are for NPUs: where both are there, a name means the other one.
+    path, manifest = max(
+        complete or found, key=lambda entry: (entry[1].static is None, (entry[0] / MANIFEST).stat().st_mtime_ns)
+    )
     kind = f"with a draft on {manifest.selection.describe()}" if manifest.selection else "plain-only, without a draft"
     return BundleRef(directory=path, note=f"using {path} ({manifest.precision}, {kind})")
 

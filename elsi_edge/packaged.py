@@ -1,4 +1,4 @@
-"""What ships inside the package: a draft for the built-in model with its selection, and prompts to measure with."""
+"""What ships inside the package: a draft for the built-in model, prompts to measure with, the style of reports."""
 
 import importlib.resources
 import json
@@ -45,3 +45,8 @@ def builtin_bench_prompts() -> list[PromptRow]:
     """The 24 prompts, three in each of eight categories, that `bench` and `demo` take when no file is given."""
     with importlib.resources.as_file(importlib.resources.files(_DATA).joinpath(_BENCH_PROMPTS)) as path:
         return read_prompts(path)
+
+
+def report_css() -> str:
+    """Style sheet of the self-contained HTML reports."""
+    return importlib.resources.files(_DATA).joinpath("report.css").read_text(encoding="utf-8")

@@ -20,6 +20,7 @@ from elsi_edge.export.builder_fixes import corrected
 from elsi_edge.export.quantise import Moments
 from elsi_edge.export.recipe import LM_HEAD, Recipe
 from elsi_edge.export.rounding import BLOCK
+from elsi_edge.model_shape import require_family
 
 WEIGHTS_FILE = "target.weights"
 _HEAD_WIDTH = 16  # GroupQueryAttention with rotary embedding refuses anything else
@@ -27,16 +28,10 @@ _ROTARY = ("default", "llama3")  # rules of scaling that were compared with tran
 _WINDOWED = ("mistral", "phi3")  # whose classes use a sliding_window without being told to
 _ALIGNMENT = 65536  # of large tensors, so that they can be mapped into memory
 
-# Families whose graphs were compared with transformers, block by block, in tests/test_export_families.py.
-SUPPORTED_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
-
 
 def require_supported(shape: ModelShape) -> None:
     """Raise ModelError before any long work for a family or a shape that is not exported."""
-    if shape.family not in SUPPORTED_FAMILIES:
-        raise ModelError(
-            f"models of type {shape.family!r} are not exported; checked are: {', '.join(SUPPORTED_FAMILIES)}"
-        )
+    require_family(shape.family)
     if shape.head_width % _HEAD_WIDTH:
         raise ModelError(
             f"the model's heads are {shape.head_width} wide; ONNX Runtime's GroupQueryAttention takes multiples of "

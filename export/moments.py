@@ -20,7 +20,7 @@ from elsi_edge.runtime.tree import attention_bias
 from elsi_edge.text import TextCodec
 
 TOKENS = 6144  # positions measured
-_LONGEST = 192  # tokens of a prompt
+LONGEST = 192  # tokens of a prompt
 _MOST = 1 << 30  # bytes of outer products held at a time; more matrices take another pass over the prompts
 
 
@@ -28,7 +28,7 @@ def texts(codec: TextCodec) -> list[list[int]]:
     """Token ids of built-in prompts, some TOKENS of them together."""
     found: list[list[int]] = []
     for row in builtin_calibration_prompts():
-        ids = codec.encode_raw(row.turns[0])[:_LONGEST]
+        ids = codec.encode_raw(row.turns[0])[:LONGEST]
         if len(ids) > 1:
             found.append(ids)
         if sum(map(len, found)) >= TOKENS:

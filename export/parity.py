@@ -4,7 +4,7 @@ The graphs are run by the runtime's own classes, so that what was checked is wha
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from elsi_edge.runtime import native_ops
 from elsi_edge.runtime.draft import OrtDraft, log_softmax
 from elsi_edge.runtime.options import SessionSettings
 from elsi_edge.runtime.ort import open_session
-from elsi_edge.runtime.target import OrtTarget
+from elsi_edge.runtime.target import OrtTarget, Target
 from elsi_edge.runtime.tree import Tree
 from elsi_edge.text import TextCodec
 
@@ -61,8 +61,8 @@ TEXTS = (
 
 
 @dataclass(kw_only=True)
-class _Sums:
-    """Running sums over texts."""
+class Sums:
+    """Running sums over texts, of a graph beside the source model."""
 
     squared_error: float = 0.0
     squared: float = 0.0
@@ -82,11 +82,30 @@ class _Sums:
         self.largest = max(self.largest, float(np.abs(got - want).max()))
         self.agree += int((got.argmax(-1) == want.argmax(-1)).sum())
         self.rows += len(ids)
-        self.divergence += _divergence(got, want)
+        self.divergence += divergence(got, want)
         places = np.arange(len(ids) - 1), np.asarray(ids[1:])
         self.loss -= float(log_softmax(got[:-1])[places].sum())
         self.loss_source -= float(log_softmax(want[:-1])[places].sum())
         self.predicted += len(ids) - 1
+
+    def within(self, allowed: Mapping[str, float]) -> dict[str, Any]:
+        """What was measured, for the manifest. Raises ParityError for what is not allowed (see `limits`)."""
+        mean = self.divergence / self.rows
+        require_close("next-token distributions", mean, allowed["divergence_nats"], "nats")
+        measured: dict[str, Any] = {
+            "texts": len(TEXTS),
+            "tokens": self.rows,
+            "logits_relative_error": math.sqrt(self.squared_error / max(self.squared, 1e-30)),
+            "logits_max_error": self.largest,
+            "top1_agreement": self.agree / self.rows,
+            "divergence_nats": mean,
+            "perplexity": math.exp(self.loss / self.predicted),
+            "perplexity_source": math.exp(self.loss_source / self.predicted),
+        }
+        if self.taps:
+            measured["taps_relative_error"] = max(self.taps)
+            require_close("taps", max(self.taps), allowed["taps_relative_error"], "relative")
+        return measured
 
 
 def check(
@@ -105,7 +124,7 @@ def check(
     reference = Reference(source.directory)
     allowed = limits(manifest.precision, draft_precision)
     target = _open_target(directory, manifest, "target-tree")
-    sums = _Sums()
+    sums = Sums()
     for text in TEXTS:
         ids = codec.encode_raw(text)[: min(96, manifest.context - 1)]
         want, want_taps = reference.run(ids, manifest.selection)
@@ -114,27 +133,13 @@ def check(
         sums.add(step.logits, want, ids)
         if manifest.selection is not None:
             sums.taps.append(relative_error(step.taps, want_taps))
-    divergence = sums.divergence / sums.rows
-    _require("next-token distributions", divergence, allowed["divergence_nats"], "nats")
-    measured: dict[str, Any] = {
-        "texts": len(TEXTS),
-        "tokens": sums.rows,
-        "logits_relative_error": math.sqrt(sums.squared_error / max(sums.squared, 1e-30)),
-        "logits_max_error": sums.largest,
-        "top1_agreement": sums.agree / sums.rows,
-        "divergence_nats": divergence,
-        "perplexity": math.exp(sums.loss / sums.predicted),
-        "perplexity_source": math.exp(sums.loss_source / sums.predicted),
-    }
-    if sums.taps:
-        measured["taps_relative_error"] = max(sums.taps)
-        _require("taps", max(sums.taps), allowed["taps_relative_error"], "relative")
+    measured = sums.within(allowed)
     ids = codec.encode_raw(TEXTS[0])[:40]
-    worst = _check_tree(target, reference, manifest, ids)
+    worst = tree_divergence(target, reference, manifest, ids)
     measured["tree_divergence_nats"] = worst
-    _require("a tree's distributions", worst, allowed["tree_divergence_nats"], "nats")
+    require_close("a tree's distributions", worst, allowed["tree_divergence_nats"], "nats")
     if "target-chain" in manifest.graphs:
-        _check_chain(_open_target(directory, manifest, "target-chain"), ids)
+        check_chain(_open_target(directory, manifest, "target-chain"), ids)
         measured["chain_bit_identical"] = True
     if "target-native" in manifest.graphs and native_ops.report().available:
         _check_native(directory, manifest, target, ids, allowed["tree_divergence_nats"])
@@ -144,7 +149,7 @@ def check(
     return measured
 
 
-def _divergence(got: Floats, want: Floats) -> float:
+def divergence(got: Floats, want: Floats) -> float:
     """Kullback-Leibler divergence of the rows of `got` [T, V] from those of `want`, summed, nats."""
     log_got, log_want = log_softmax(got), log_softmax(want)
     return float((np.exp(log_want) * (log_want - log_got)).sum(dtype=np.float64))
@@ -161,13 +166,16 @@ def _open_target(directory: Path, manifest: BundleManifest, role: str) -> OrtTar
     return OrtTarget(session, shape=manifest.shape, tap_width=manifest.tap_width)
 
 
-def _check_tree(target: OrtTarget, reference: Reference, manifest: BundleManifest, ids: list[int]) -> float:
-    """A tree with two branches after a past against its paths run whole (positions, mask, cache): worst row, nats."""
+def tree_divergence(
+    target: Target, reference: Reference, manifest: BundleManifest, ids: list[int], nodes: int = 6
+) -> float:
+    """A tree with two branches after a past against its paths run whole (positions, mask, cache): worst row, nats.
+
+    Of the tree only the first `nodes` nodes, for targets that verify few rows.
+    """
     past, root, rest = ids[:16], ids[16], ids[17:23]
     # Nodes 0-2 follow the text, 3 is another first token, 4 and 5 hang below 0 and 3.
-    tree = Tree(
-        tokens=np.array([*rest[:3], rest[3], rest[4], rest[5]], np.int64), parents=np.array([-1, 0, 1, -1, 0, 3])
-    )
+    tree = Tree(tokens=np.array(rest, np.int64)[:nodes], parents=np.array([-1, 0, 1, -1, 0, 3], np.int64)[:nodes])
     target.keep(0)
     target.prefill(past)
     logits = target.verify(root, tree).logits.copy()
@@ -175,15 +183,15 @@ def _check_tree(target: OrtTarget, reference: Reference, manifest: BundleManifes
     for row in range(tree.size + 1):
         path = [int(tree.tokens[node]) for node in np.flatnonzero(tree.ancestors()[row, 1:])]
         want, _ = reference.run([*past, root, *path], manifest.selection)
-        worst = max(worst, _divergence(logits[row : row + 1], want[-1:]))
+        worst = max(worst, divergence(logits[row : row + 1], want[-1:]))
     return worst
 
 
-def _check_chain(target: OrtTarget, ids: list[int]) -> None:
-    """One row a step and several must give the same bits: that is what exact mode stands on."""
+def check_chain(target: Target, ids: list[int], steps: tuple[int, ...] = (1, 2, 5, 16)) -> None:
+    """One row a step and several must give the same bits: that is what exact mode stands on. Raises ParityError."""
     past, rest = ids[:16], ids[16:32]
     results = []
-    for step in (1, 2, 5, 16):
+    for step in steps:
         target.keep(0)
         target.prefill(past)
         rows = []
@@ -192,7 +200,7 @@ def _check_chain(target: OrtTarget, ids: list[int]) -> None:
             rows.append(target.verify(block[0], Tree.chain(block[1:])).logits.copy())
             target.commit(range(len(block)))
         results.append(np.concatenate(rows))
-    for step, result in zip((2, 5, 16), results[1:], strict=True):
+    for step, result in zip(steps[1:], results[1:], strict=True):
         if not np.array_equal(result, results[0]):
             raise ParityError(
                 f"exact mode: {step} rows a step and one differ by {np.abs(result - results[0]).max():.3g} in the "
@@ -204,12 +212,12 @@ def _check_native(directory: Path, manifest: BundleManifest, stock: OrtTarget, i
     """The native graph against the stock one, and its rows against themselves in another company."""
     session = native_ops.open_native(directory / manifest.graphs["target-native"], SessionSettings())
     native = OrtTarget(session, shape=manifest.shape, tap_width=manifest.tap_width)
-    _check_chain(native, ids)
+    check_chain(native, ids)
     logits = []
     for target in (stock, native):
         target.keep(0)
         logits.append(target.run(Tree.chain(ids[1:]), ids[0], logit_rows=range(len(ids))).logits.copy())
-    _require("the native graph's distributions", _divergence(logits[1], logits[0]) / len(ids), limit, "nats")
+    require_close("the native graph's distributions", divergence(logits[1], logits[0]) / len(ids), limit, "nats")
 
 
 def _check_draft(
@@ -246,12 +254,12 @@ def _check_draft(
         for name, got, want in (("entry", first, wanted[0]), ("node", second, wanted[1])):
             key = f"draft_{name}_relative_error"
             error = relative_error(got.log_probs[0], want)
-            _require(f"the draft's {name}", error, allowed[key], "relative")
+            require_close(f"the draft's {name}", error, allowed[key], "relative")
             errors[key] = max(error, errors.get(key, 0.0))
     return errors
 
 
-def _require(what: str, error: float, limit: float, unit: str) -> None:
+def require_close(what: str, error: float, limit: float, unit: str) -> None:
     if not error <= limit:  # NaN fails too
         raise ParityError(
             f"{what} of the exported graph differ from the source model's by {error:.3g} ({unit}), {limit:g} is "

@@ -1,12 +1,12 @@
 """From a source model, and a draft if there is one, to a bundle that was checked before it appeared."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elsi_edge.artifacts import BITS, BYTES_PER_WEIGHT, LayerSelection, Precision
+from elsi_edge.artifacts import BITS, BYTES_PER_WEIGHT, DRAFT_PRECISION, LayerSelection, Precision
 from elsi_edge.bundle import BundleManifest, GraphRole, new_bundle
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.errors import DraftError, UsageError
@@ -19,10 +19,6 @@ from elsi_edge.text import TextCodec
 from elsi_edge.weights import count_weights
 
 _BUILT = 4.5  # bytes of a weight in the builder's float32 graph, which is there while the bundle is written
-
-# The draft only proposes, so its precision never changes tokens; at fp32 its weights would take four times as long to
-# read for the same proposals.
-DRAFT_PRECISION: Mapping[Precision, Precision] = {"fp32": "int8", "int8": "int8", "int4": "int4"}
 
 
 @dataclass(frozen=True, kw_only=True)

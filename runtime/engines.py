@@ -19,10 +19,12 @@ from elsi_edge.runtime.options import SessionSettings
 from elsi_edge.runtime.ort import open_session, resolve_provider
 from elsi_edge.runtime.packed import open_packed
 from elsi_edge.runtime.proposal import Proposer
+from elsi_edge.runtime.static_draft import StaticDraft, open_static_draft
+from elsi_edge.runtime.static_target import StaticTarget, open_static_target
 from elsi_edge.runtime.target import OrtTarget, Target
 from elsi_edge.runtime.tuning import Tuning
 
-_TargetRole = Literal["target-native", "target-chain", "target-tree"]
+_TargetRole = Literal["target-native", "target-chain", "target-tree", "static-verify"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +46,29 @@ class BundleEngines:
         self._loaded: tuple[_TargetRole, Engine] | None = None
 
     def __getitem__(self, exact: bool) -> Engine:
-        manifest = self._bundle.manifest
-        role: _TargetRole = "target-tree"
-        if self.native:
-            role = "target-native"
-        elif exact and "target-chain" in manifest.graphs:
-            role = "target-chain"
+        role = self._role(exact)
         if self._loaded is None or self._loaded[0] != role:
             self._loaded = None  # its memory is given back before the other graph is loaded
-            target = OrtTarget(self._open_target(role), shape=manifest.shape, tap_width=manifest.tap_width)
-            self._loaded = (role, Engine(target=target, proposer=self._open_proposer()))
+            target = self._target(role)
+            self._loaded = (role, Engine(target=target, proposer=self.open_proposer()))
         return self._loaded[1]
+
+    def open_target(self, *, exact: bool) -> OrtTarget | StaticTarget:
+        """A target of its own, without what proposes for it."""
+        return self._target(self._role(exact))
+
+    def _role(self, exact: bool) -> _TargetRole:
+        if self._bundle.manifest.static is not None:
+            return "static-verify"
+        if self.native:
+            return "target-native"
+        return "target-chain" if exact and "target-chain" in self._bundle.manifest.graphs else "target-tree"
+
+    def _target(self, role: _TargetRole) -> OrtTarget | StaticTarget:
+        manifest = self._bundle.manifest
+        if role == "static-verify":
+            return open_static_target(self._bundle, self._settings)
+        return OrtTarget(self._open_target(role), shape=manifest.shape, tap_width=manifest.tap_width)
 
     def _open_target(self, role: _TargetRole) -> ort.InferenceSession:
         if role == "target-native":
@@ -72,7 +86,8 @@ class BundleEngines:
         mixed = manifest.quantisation.get("target", {}).get("matrices_by_bits", {})
         return {int(bits) for bits in mixed} - {32} or {BITS[manifest.precision]}
 
-    def _open_proposer(self) -> MixedProposer:
+    def open_proposer(self) -> MixedProposer:
+        """What proposes for the target, whichever form of it runs; opened once."""
         if self._proposer is None:
             config = self._bundle.manifest.draft
             draft = None
@@ -83,8 +98,10 @@ class BundleEngines:
         return self._proposer
 
 
-def open_draft(bundle: Bundle, config: DraftConfig, settings: SessionSettings) -> OrtDraft:
+def open_draft(bundle: Bundle, config: DraftConfig, settings: SessionSettings) -> OrtDraft | StaticDraft:
     """A bundle's draft, on its native graph where that runs here. Raises BundleError, ProviderError."""
+    if bundle.manifest.static is not None:
+        return open_static_draft(bundle, config, _draft_vocabulary(bundle), settings)
     projection = None
     if native_ops.path_for(bundle.manifest.graphs, settings, role="draft-native"):
         blocks = native_ops.open_native(bundle.graph("draft-native"), settings)

@@ -1,5 +1,7 @@
 """Keys and values in buffers that grow with use, written in place by the attention operator."""
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,7 +32,7 @@ class KvCache:
         self.buffers, self.capacity = [], 0  # an interrupt below leaves an empty cache, not half of one
         grown = []
         for index in range(2 * self.blocks):
-            buffer = np.zeros(shape, np.float32)
+            buffer = _zeros(shape)
             if old:
                 buffer[:, :, : self.length] = old[index][:, :, : self.length]
                 old[index] = np.zeros(0, np.float32)  # give the old one back before the next is made
@@ -58,3 +60,17 @@ class KvCache:
     def nbytes(self) -> int:
         """Bytes allocated now."""
         return sum(buffer.nbytes for buffer in self.buffers)
+
+
+def _zeros(shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Zeros in pages of their own, which the system gets back when the array goes.
+
+    From the heap, buffers that grow leave holes: 1,000 tokens then took up to twice their bytes.
+    """
+    size = 4 * math.prod(shape)
+    pages = (
+        mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MAP_PRIVATE")
+        else mmap.mmap(-1, size)
+    )
+    return np.frombuffer(pages, np.float32).reshape(shape)

@@ -195,6 +195,20 @@ def copy_bandwidth(threads: int, *, seconds: float) -> float:
         return 2.0 * size / min(_repeat(copy, seconds)) / 1e9
 
 
+def read_bandwidth(threads: int, *, seconds: float) -> float:
+    """Gigabytes read per second by looking through a large array on so many threads, as weights are read."""
+    size = int(max(1 << 22, min(_COPY_BYTES, psutil.virtual_memory().available // 8))) // 4
+    source = np.ones(size, np.int32)  # integers: comparing them takes fewer instructions than the memory has time for
+    bounds = [size * i // threads for i in range(threads + 1)]
+    slices = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+    with ThreadPoolExecutor(threads) as pool:
+
+        def look() -> None:
+            list(pool.map(lambda part: source[part].max(), slices))
+
+        return source.nbytes / min(_repeat(look, seconds)) / 1e9
+
+
 def matrix_peak(bits: int, threads: int, *, seconds: float) -> float:
     """GFLOP/s (2 per multiply-add) of a large product with weights of so many bits, in ONNX Runtime on the CPU."""
     session, _ = matrix_session(_MATRIX, _MATRIX, bits=bits, threads=threads)

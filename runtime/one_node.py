@@ -11,6 +11,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from elsi_edge.errors import BundleError
+from elsi_edge.runtime import native_ops
 
 Weights = Sequence[tuple[str, NDArray[Any]]]
 
@@ -21,11 +22,12 @@ _MOST = 0.01  # relative difference of one row from the same among four: roundin
 
 
 def matrix_session(
-    rows_in: int, rows_out: int, *, bits: int, threads: int, seed: int = 0
+    rows_in: int, rows_out: int, *, bits: int, threads: int, seed: int = 0, native: bool = False
 ) -> tuple[ort.InferenceSession, int]:
     """A session over x [T, rows_in] -> y [T, rows_out] with random weights of 4, 8 or 32 bits.
 
-    Returns it with the weights' bytes.
+    With `native` by this package's operator, for 4 and 8 bits. Returns it with the weights' bytes. Raises ProviderError
+    where the native operators cannot run.
     """
     draw = np.random.default_rng(seed)
     if bits == 32:
@@ -36,11 +38,17 @@ def matrix_session(
         packed = draw.integers(0, 256, (rows_out, blocks, _BLOCK * bits // 8), dtype=np.uint8)
         scales = draw.uniform(0.5, 1.5, rows_out * blocks).astype(np.float32)
         weights = [("w", packed), ("s", scales)]
-        numbers = {"K": rows_in, "N": rows_out, "bits": bits, "block_size": _BLOCK, "accuracy_level": _LEVEL}
-        node = _node("MatMulNBits", ["x", "w", "s"], domain="com.microsoft", numbers=numbers)
+        numbers = {"K": rows_in, "N": rows_out, "bits": bits, "block_size": _BLOCK}
+        if native:
+            node = _node("MatMulBlocks", ["x", "w", "s"], domain=native_ops.DOMAIN, numbers=numbers)
+        else:
+            numbers["accuracy_level"] = _LEVEL
+            node = _node("MatMulNBits", ["x", "w", "s"], domain="com.microsoft", numbers=numbers)
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
+    if native:
+        native_ops.register(options)
     model = _model(node, weights, rows_in, rows_out)
     session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     return session, sum(array.nbytes for _, array in weights)
@@ -70,7 +78,7 @@ def _model(node: bytes, weights: Weights, rows_in: int, rows_out: int) -> bytes:
     graph += _field(11, _value("x", rows_in)) + _field(12, _value("y", rows_out))
     opsets = b"".join(
         _field(8, _field(1, domain.encode()) + _number(2, version))
-        for domain, version in (("", 21), ("com.microsoft", 1))
+        for domain, version in (("", 21), ("com.microsoft", 1), (native_ops.DOMAIN, 1))
     )
     return _number(1, 10) + _field(7, graph) + opsets  # ir_version, graph, opset_import
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from elsi_edge.errors import BundleError, ProviderError, UsageError
 from elsi_edge.machine import cores
+from elsi_edge.runtime import plugins
 from elsi_edge.runtime.kv_cache import KvCache
 from elsi_edge.runtime.options import SessionSettings
 
@@ -41,7 +42,9 @@ def resolve_provider(name: str) -> str:
     if name.lower() not in known:
         raise UsageError(f"unknown provider {name!r}; installed here: {', '.join(available)}")
     full, package = known[name.lower()]
-    if full not in available:
+    if full not in available and plugins.is_installed(full):
+        plugins.device(full)
+    elif full not in available:
         raise ProviderError(
             f"provider {full} is not in this ONNX Runtime, which has {', '.join(available)}; pip install {package}"
         )
@@ -71,7 +74,13 @@ def open_graph(path: Path, options: ort.SessionOptions, settings: SessionSetting
     """Open one graph with options of the caller's. Raises as `open_session` does."""
     provider = resolve_provider(settings.provider)
     try:
-        session = ort.InferenceSession(str(path), options, providers=[provider])
+        if plugins.is_installed(provider):
+            plugins.use(options, provider)
+            session = ort.InferenceSession(str(path), options)
+        else:
+            session = ort.InferenceSession(str(path), options, providers=[provider])
+    except ProviderError:
+        raise
     except Exception as error:  # ONNX Runtime raises several unrelated types
         line = str(error).splitlines()[0]
         raise BundleError(f"ONNX Runtime cannot load {path}: {line}; export the bundle again") from error

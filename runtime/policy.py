@@ -9,7 +9,7 @@ from elsi_edge.errors import BundleError, UsageError
 from elsi_edge.runtime.native_ops import EXACT_ROWS
 from elsi_edge.runtime.options import PROPOSALS, GenerateOptions, Proposal
 from elsi_edge.runtime.pace import Clock, FixedPace, LivePace, Pace
-from elsi_edge.runtime.price import typical
+from elsi_edge.runtime.price import fixed, typical
 from elsi_edge.runtime.tuning import Tuning
 
 Mode = Literal["plain", "chain", "tree"]
@@ -31,12 +31,14 @@ class Policy:
     proposals: tuple[Proposal, ...]  # sources; empty when plain
     tuning: Tuning | None  # that chose; None when the user or a default did
     native: bool = False  # whether the native operators run the target, for typical costs
+    fixed: bool = False  # whether the target's graphs are of fixed size, so that all rows are paid for anyway
 
     def pace(self, options: GenerateOptions, precision: Precision, clock: Clock) -> Pace:
         """Prices of the rounds: none for a budget that the user named, by the clock only where no seed is given."""
         if options.draft_nodes is not None or self.mode == "plain":
             return Pace()
-        costs = typical(precision, native=self.native) if self.tuning is None else self.tuning.costs()
+        unmeasured = fixed(precision) if self.fixed else typical(precision, native=self.native)
+        costs = unmeasured if self.tuning is None else self.tuning.costs()
         speedup = DEFAULT_SPEEDUP if self.tuning is None else self.tuning.choice.speedup
         return FixedPace(costs, speedup) if options.seed is not None else LivePace(costs, speedup, clock)
 
@@ -90,6 +92,23 @@ def decide(
     mode: Mode = "chain" if (exact and not exact_trees) or shape == "chain" else "tree"
     chose = tuning if options.draft_nodes is None else None
     return replace(plain, mode=mode, budget=budget, proposals=proposals, tuning=chose)
+
+
+def within_rows(policy: Policy, options: GenerateOptions, rows: int) -> Policy:
+    """The policy on a target whose graph verifies `rows` rows: as many candidates as fit, or as the user named.
+
+    Raises UsageError for more candidates than fit.
+    """
+    if options.draft_nodes is None:
+        most = min(rows, EXACT_CHAIN_ROWS) - 1 if options.exact else rows - 1
+        budget = most if policy.mode != "plain" else 0
+        return replace(policy, budget=budget, mode=policy.mode if budget else "plain", fixed=True)
+    if policy.budget > rows - 1:
+        raise UsageError(
+            f"--draft-nodes is {policy.budget}, this bundle's graph verifies {rows} rows, the root and {rows - 1} "
+            f"nodes; use fewer, or export with --verify-rows {policy.budget + 1}"
+        )
+    return replace(policy, fixed=True)
 
 
 def _proposals(options: GenerateOptions, sources: tuple[Proposal, ...], tuning: Tuning | None) -> tuple[Proposal, ...]:

@@ -106,6 +106,12 @@ def typical(precision: Precision, *, native: bool = False) -> Costs:
     return Costs(contexts=(256,), verify=(rows,), entry=entry, level=level)
 
 
+def fixed(precision: Precision) -> Costs:
+    """The same for graphs of fixed size, where verifying costs as much for one row as for all."""
+    entry, level = _TYPICAL_DRAFT[precision]
+    return Costs(contexts=(256,), verify=((1.0,),), entry=entry, level=level)
+
+
 def interpolate(measured: Mapping[int, float], rows: int) -> tuple[float, ...]:
     """Values at 1..rows from values at some: linear between, and beyond with the slope of the last two."""
     known = sorted(measured)

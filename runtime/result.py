@@ -60,6 +60,8 @@ class GenerationResult:
     tuned: bool = False  # whether a tuning file chose
     warnings: tuple[str, ...] = ()
     timings: Timings = field(default_factory=Timings)
+    round_tokens: tuple[int, ...] = ()  # tokens that each round after the first token brought
+    round_ms: tuple[float, ...] = ()  # and what it took, from the round before, text and whoever reads a stream included
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from elsi_edge.runtime.memory import peak_resident_bytes
 from elsi_edge.runtime.options import PROPOSALS, GenerateOptions, SessionSettings
 from elsi_edge.runtime.ort import resolve_provider
 from elsi_edge.runtime.pace import Clock, Pace
-from elsi_edge.runtime.policy import Mode, Policy, decide
+from elsi_edge.runtime.policy import Mode, Policy, decide, within_rows
 from elsi_edge.runtime.result import GenerationEvent, GenerationResult, Timings
 from elsi_edge.runtime.sampling import Chooser, is_greedy
 from elsi_edge.runtime.tally import Tally
@@ -71,6 +71,9 @@ class _Run:
     tally: Tally = field(default_factory=Tally)
     begun: float = field(default_factory=time.perf_counter)
     first: float = 0.0  # when the first token was there
+    last: float = 0.0  # when the last round's tokens were there
+    round_tokens: list[int] = field(default_factory=list)
+    round_ms: list[float] = field(default_factory=list)
 
     @property
     def drafting(self) -> bool:
@@ -85,10 +88,14 @@ class _Run:
             used += 1
             if self.answer.finish_reason is not None:
                 break
+        now = time.perf_counter()
         if self.first == 0.0:
-            self.first = time.perf_counter()
+            self.first = now
         else:
             self.tally.add(one, used)
+            self.round_tokens.append(used)
+            self.round_ms.append((now - self.last) * 1e3)
+        self.last = now
         return text, used
 
 
@@ -108,11 +115,13 @@ class Session:
         tuning: Tuning | None = None,
         warnings: tuple[str, ...] = (),
         exact_trees: bool = False,
+        verify_rows: int | None = None,
     ) -> None:
         self.codec, self.precision, self.context = codec, precision, context
         self.settings, self.has_draft = settings, has_draft
         self.tuning, self.warnings = tuning, warnings
         self.exact_trees = exact_trees  # every row has bits of its own, whatever the tree and precision
+        self.verify_rows = verify_rows  # of a bundle whose graphs are of fixed size
         there = {"draft": has_draft, "ngram": has_ngrams}
         self._sources = tuple(name for name in PROPOSALS if there[name])
         self._engines = engines  # exact? -> engine
@@ -139,6 +148,7 @@ class Session:
             tuning=tuning,
             warnings=(warning,) if warning else (),
             exact_trees=engines.native,
+            verify_rows=None if loaded.manifest.static is None else loaded.manifest.static.verify_rows,
         )
 
     def generate(self, prompt: str | Sequence[Message], options: GenerateOptions | None = None) -> GenerationResult:
@@ -187,13 +197,14 @@ class Session:
 
     def policy(self, options: GenerateOptions) -> Policy:
         """How such a call drafts on this bundle. Raises UsageError, BundleError for what cannot be had."""
-        return decide(
+        policy = decide(
             options,
             precision=self.precision,
             sources=self._sources,
             tuning=self.tuning,
             exact_trees=self.exact_trees,
         )
+        return policy if self.verify_rows is None else within_rows(policy, options, self.verify_rows)
 
     def engine(self, *, exact: bool) -> Engine:
         """The loaded target and proposer of a mode, loading them if need be: to run the loop with another proposer."""
@@ -292,6 +303,8 @@ class Session:
                 verify=tally.verify,
                 other=max(0.0, end - run.first - tally.propose - tally.verify),
             ),
+            round_tokens=tuple(run.round_tokens),
+            round_ms=tuple(run.round_ms),
         )
 
     def _exactness(self, options: GenerateOptions, mode: Mode) -> tuple[bool, str]:

@@ -9,7 +9,7 @@ from typing import Any
 from elsi_edge._version import __version__
 from elsi_edge.artifacts import BITS, PromptRow
 from elsi_edge.bundle import read_manifest
-from elsi_edge.errors import ConfigError, DataError, PromptError
+from elsi_edge.errors import ConfigError, DataError, PromptError, UsageError
 from elsi_edge.prompts import prompts_sha256
 from elsi_edge.runtime.acceptance import draft_ranks, ngram_prior
 from elsi_edge.runtime.drafter import Draft
@@ -77,6 +77,11 @@ class Tuner:
     def run(self) -> Tuned:
         """Measure, solve. Raises DataError when no prompt fits the context."""
         session = self.session
+        if session.verify_rows is not None:
+            raise UsageError(
+                f"{self.bundle} holds graphs of fixed size: verifying costs the same for 1 to {session.verify_rows} "
+                "rows, so there is nothing to tune; generate and bench take it as it is"
+            )
         engine = session.engine(exact=True)
         manifest = read_manifest(self.bundle)
         machine = Machine.here(session.settings, manifest.graphs)

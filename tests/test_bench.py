@@ -11,8 +11,10 @@ from elsi_edge.artifacts import PromptRow
 from elsi_edge.errors import ConfigError, DataError
 from elsi_edge.loops import is_looping
 from elsi_edge.packaged import builtin_bench_prompts
-from elsi_edge.runtime.bench import BenchSettings, check_prompts, measure, warm_up
-from elsi_edge.runtime.bench_report import BenchAnswer, summarise
+from elsi_edge.runtime.bench.answers import BenchAnswer
+from elsi_edge.runtime.bench.json_form import report_json
+from elsi_edge.runtime.bench.report import summarise
+from elsi_edge.runtime.bench.run import BenchSettings, check_prompts, measure, warm_up
 from elsi_edge.runtime.proposal import Bounds
 from elsi_edge.runtime.result import GenerationResult, Timings
 from elsi_edge.runtime.session import Session
@@ -62,7 +64,7 @@ def test_an_oracle_gives_the_whole_budget_and_the_bonus() -> None:
     answers = run(
         alphabet_session(Alphabet()), [row("1", "abc", category="x"), row("2", "q")], max_tokens=26, draft_nodes=4
     )
-    report = summarise(answers).to_json()
+    report = report_json(summarise(answers))
     # 25 tokens after the first, five a verification.
     assert report["tau"] == 5.0 and report["accepted_per_verification"] == 4.0
     assert report["accepted_by_depth"] == [1.0, 1.0, 1.0, 1.0] and report["verifications"] == 10
@@ -118,7 +120,13 @@ def test_arms_take_turns_at_going_first_and_repeats_count_once(monkeypatch: pyte
 
 
 def made(
-    *, plain_s: float, fast_s: float, tokens: Sequence[int] = tuple(range(11)), category: str = "c", name: str = "n"
+    *,
+    plain_s: float,
+    fast_s: float,
+    tokens: Sequence[int] = tuple(range(11)),
+    category: str = "c",
+    name: str = "n",
+    at_s: float = 0.0,
 ) -> BenchAnswer:
     """A synthetic answer: 10 tokens after the first in so many seconds."""
 
@@ -131,11 +139,13 @@ def made(
             tokens_per_s=rest / seconds if rest else None,
             time_to_first_token_ms=5.0, exact=True, exactness="", mode="chain", draft_nodes=1, seed=None,
             precision="int4", provider="p", threads=1, peak_memory_bytes=7, timings=Timings(verify=seconds),
+            round_tokens=(int(tau),) * (rest // int(tau)), round_ms=(1e3 * tau * seconds / rest,) * (rest // int(tau))
+            if rest else (),
         )  # fmt: skip
 
     return BenchAnswer(
-        id=name, category=category, turn=0, plain=result(plain_s, 1.0), speculative=result(fast_s, 2.0),
-        plain_seconds=plain_s, speculative_seconds=fast_s, repeats=1, identical=True,
+        id=name, category=category, turn=0, plain_runs=(result(plain_s, 1.0),),
+        speculative_runs=(result(fast_s, 2.0),), at_s=at_s,
     )  # fmt: skip
 
 
@@ -149,14 +159,16 @@ def test_speedup_is_the_median_of_pairs_and_the_total_stands_beside_it() -> None
 def test_an_answer_of_one_token_has_no_speed() -> None:
     report = summarise([made(plain_s=1, fast_s=1, tokens=(3,))])
     assert report.speedup is None and report.speculative.tokens_per_s is None and report.drift is None
-    assert report.to_json()["prompts"][0]["speedup"] is None
+    assert report_json(report)["prompts"][0]["speedup"] is None
 
 
 def test_different_tokens_are_found() -> None:
-    answers = [made(plain_s=1, fast_s=1), replace(made(plain_s=1, fast_s=1, category="d"), identical=False)]
+    other = made(plain_s=1, fast_s=1, category="d")
+    (run,) = other.speculative_runs
+    answers = [made(plain_s=1, fast_s=1), replace(other, speculative_runs=(replace(run, token_ids=(9,)),))]
     report = summarise(answers)
     assert not report.identical
-    assert {name: c["identical"] for name, c in report.to_json()["categories"].items()} == {"c": True, "d": False}
+    assert {name: c["identical"] for name, c in report_json(report)["categories"].items()} == {"c": True, "d": False}
 
 
 def test_looping_answers_are_counted_and_shown_apart() -> None:
@@ -165,7 +177,7 @@ def test_looping_answers_are_counted_and_shown_apart() -> None:
     straight = [made(plain_s=1, fast_s=1) for _ in range(2)]
     report = summarise([*straight, *[made(plain_s=4, fast_s=1, tokens=loop) for _ in range(3)]])
     assert (report.looping, report.speedup, report.speedup_without_looping) == (3, 4.0, 1.0)
-    assert report.to_json()["looping"] == {"answers": 3, "tau_without": 2.0, "speedup_without": 1.0}
+    assert report_json(report)["looping"] == {"answers": 3, "tau_without": 2.0, "speedup_without": 1.0}
     assert report.warnings == ("looping answers carry the speed-up: 4.00 with them, 1.00 without",)
     assert summarise(straight).warnings == ()
     (only,) = summarise([made(plain_s=1, fast_s=1, tokens=loop)]).warnings

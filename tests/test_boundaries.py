@@ -130,5 +130,5 @@ def test_public_errors() -> None:
 
 
 def test_verbs() -> None:
-    expected = "demo build calibrate distill train export draft generate chat bench tune inspect doctor cache"
+    expected = "demo build calibrate distill train export draft generate chat bench tune plan inspect doctor cache"
     assert expected.split() == list(elsi_edge.cli.VERBS)

@@ -469,14 +469,14 @@ def test_bench_shows_a_table(run: Run, tiny_bundle: Callable[..., Path], tmp_pat
 def test_bench_says_when_tokens_differ(
     run: Run, tiny_bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from elsi_edge.runtime import bench as measuring
+    from elsi_edge.runtime.bench import run as measuring
 
     measure = measuring.measure
 
     def differing(*arguments: Any) -> Iterator[Any]:
         for answer in measure(*arguments):
-            ids = answer.speculative.token_ids
-            yield replace(answer, identical=False, speculative=replace(answer.speculative, token_ids=(*ids[:2], 9, 9)))
+            (run,) = answer.speculative_runs
+            yield replace(answer, speculative_runs=(replace(run, token_ids=(*run.token_ids[:2], 9, 9)),))
 
     monkeypatch.setattr(measuring, "measure", differing)
     arguments = ("bench", tiny_bundle("fp32"), "--limit", 1, "--max-tokens", 4)
@@ -489,7 +489,7 @@ def test_bench_says_when_tokens_differ(
 def test_an_interrupted_bench_keeps_what_it_has(
     run: Run, tiny_bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from elsi_edge.runtime import bench as measuring
+    from elsi_edge.runtime.bench import run as measuring
 
     measure = measuring.measure
 
@@ -625,3 +625,53 @@ def test_demo_in_80_columns(
     assert len(exported) == 1 and again.json["identical"] and again.json["selection"]["taps"] == [1]
     assert again.json["bundles"]["int4"]["bench"]["answers"] == 2
     assert [entry.name.startswith("demo-int4-") for entry in cache.entries()] == [True]
+
+
+def test_bench_writes_files_and_compares_them(run: Run, tiny_bundle: Callable[..., Path], tmp_path: Path) -> None:
+    one, other, page = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "page.html"
+    arguments = ("bench", tiny_bundle("fp32"), "--limit", 2, "--max-tokens", 5)
+    done = run(*arguments, "--threads", "1,2", "--out", one, "--json")
+    assert done.code == 0 and [short["threads"] for short in done.json["by_threads"]] == [1, 2]
+    assert json.loads(one.read_text()) == done.json and done.json["format"] == "elsi-edge-bench"
+    assert run(*arguments, "--out", other, "--report", page, "--seconds", "0.2").code == 0
+    report = json.loads(other.read_text())
+    assert report["sustained"] and report["memory"]["components"] and report["roofline"]["verify"]
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    done = run("bench", "--compare", one, other)
+    assert done.code == 0 and "tokens/s, speculative" in done.out and "noise: differences" in done.out
+    assert run("bench", "--compare", one, other, "--json").json["shared"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "name a bundle to measure"),
+        (("B", "--threads", "1,x"), "--threads '1,x' must be a whole number from 0 up"),
+        (("B", "--memory-limit", "much"), "--memory-limit 'much' is not a size such as 500MB"),
+        (("B", "--against", "other"), "--against 'other' is no runtime known here; there are llama.cpp"),
+        (
+            ("B", "--peer-model", "llama.cpp=x"),
+            "--peer-model 'llama.cpp=x' must be NAME=PATH",
+        ),
+        (("B", "--seconds", "-1"), "--seconds is -1, it must be 0"),
+        (("B", "--compare", "a.json", "b.json"), "--compare reads two reports and measures nothing, but 'B' was"),
+    ],
+)
+def test_bench_refuses_what_makes_no_sense(run: Run, arguments: tuple[str, ...], said: str) -> None:
+    done = run("bench", *arguments)
+    assert done.code == 2 and said in done.err and done.err.count("\n") == 1
+
+
+def test_bench_against_a_runtime_that_is_not_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "xllamacpp" else find(name, *a))
+    done = run("bench", "B", "--against", "llama.cpp")
+    assert done.code == 1 and "pip install" in done.err and "[peers]" in done.err
+
+
+def test_a_comparison_needs_reports(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    done = run("bench", "--compare", tmp_path / "a.json", tmp_path / "b.json")
+    assert done.code == 1 and "a.json holds no bench report; write one with" in done.err

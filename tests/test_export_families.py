@@ -11,8 +11,8 @@ import pytest
 
 from elsi_edge.artifacts import Precision
 from elsi_edge.errors import ModelError
-from elsi_edge.export.builder import SUPPORTED_FAMILIES
 from elsi_edge.export.pipeline import ExportSettings, export_bundle
+from elsi_edge.model_shape import SUPPORTED_FAMILIES
 from elsi_edge.models import resolve
 from tests.tiny_text import build_tokenizer, write_text_files
 

@@ -1,14 +1,16 @@
 """The growing cache: content survives growth, scattered rows become adjacent."""
 
-import tracemalloc
+import weakref
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from elsi_edge.runtime import kv_cache
 from elsi_edge.runtime.kv_cache import PAGE, KvCache
+from elsi_edge.runtime.memory import footprint
 
 
 def fill(cache: KvCache, slots: int, value: float) -> None:
@@ -43,20 +45,37 @@ def test_growth_keeps_the_content() -> None:
 
 
 @pytest.mark.parametrize("used", [0, PAGE])
-def test_growth_takes_one_cache_and_one_buffer_not_two_caches(used: int) -> None:
+def test_growth_takes_one_cache_and_one_buffer_not_two_caches(used: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KvCache(blocks=8, kv_heads=4, head_width=16)
-    tracemalloc.start()
-    try:
-        cache.reserve(16 * PAGE)
-        cache.length = used
-        before = cache.nbytes
-        tracemalloc.reset_peak()
-        cache.reserve(17 * PAGE)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert cache.nbytes > before
-    assert peak < 1.2 * cache.nbytes
+    cache.reserve(16 * PAGE)
+    cache.length = used
+    alive = [weakref.ref(buffer) for buffer in cache.buffers]
+    most, zeros = 0, kv_cache._zeros
+
+    def counting(shape: tuple[int, ...]) -> NDArray[np.float32]:
+        nonlocal most
+        made = zeros(shape)
+        alive.append(weakref.ref(made))
+        most = max(most, sum(buffer.nbytes for ref in alive if (buffer := ref()) is not None))
+        return made
+
+    monkeypatch.setattr(kv_cache, "_zeros", counting)
+    cache.reserve(17 * PAGE)
+    assert cache.nbytes <= most < 1.2 * cache.nbytes
+
+
+def test_a_cache_that_grew_takes_its_bytes_and_no_more() -> None:
+    before = footprint()
+    assert before is not None
+    cache = KvCache(blocks=8, kv_heads=4, head_width=32)
+    for pages in range(1, 9):
+        cache.reserve(pages * PAGE)
+        for buffer in cache.buffers:
+            buffer[:, :, cache.length : pages * PAGE] = 1.0
+        cache.length = pages * PAGE
+    after = footprint()
+    assert after is not None
+    assert 0.9 * cache.nbytes < after.anonymous - before.anonymous < 1.1 * cache.nbytes
 
 
 def test_an_interrupted_growth_leaves_a_cache_that_can_be_reset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,18 +84,14 @@ def test_an_interrupted_growth_leaves_a_cache_that_can_be_reset(monkeypatch: pyt
     cache.length = 5
     made = []
 
-    class Interrupting:
-        float32 = np.float32
-
-        @staticmethod
-        def zeros(shape: tuple[int, ...], dtype: type[np.float32]) -> object:
-            made.append(shape)
-            if len(made) == 4:
-                raise KeyboardInterrupt
-            return np.zeros(shape, dtype)
+    def interrupting(shape: tuple[int, ...]) -> NDArray[np.float32]:
+        made.append(shape)
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        return np.zeros(shape, np.float32)
 
     with monkeypatch.context() as patch:
-        patch.setattr(kv_cache, "np", Interrupting)
+        patch.setattr(kv_cache, "_zeros", interrupting)
         with pytest.raises(KeyboardInterrupt):
             cache.reserve(2 * PAGE)
     cache.length = 0

@@ -24,7 +24,7 @@ from elsi_edge.errors import ElsiError
 
 VERBS = (
     *("demo", "build", "calibrate", "distill", "train", "export", "draft"),
-    *("generate", "chat", "bench", "tune", "inspect", "doctor", "cache"),
+    *("generate", "chat", "bench", "tune", "plan", "inspect", "doctor", "cache"),
 )
 _MODULES = {"cache": "cache_cmd", "draft": "draft_layout"}  # where the module's name is not the verb's
 _INTERRUPTED = 130  # as the shell reports SIGINT

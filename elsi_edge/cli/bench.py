@@ -1,4 +1,4 @@
-"""`elsi-edge bench`: plain and speculative decoding of the same prompts, and whether they say the same."""
+"""`elsi-edge bench`: plain and speculative decoding of the same prompts, do they say the same, and what limits it."""
 
 import shlex
 from pathlib import Path
@@ -11,15 +11,22 @@ from elsi_edge.cli.draft_support import flags
 
 if TYPE_CHECKING:
     from elsi_edge.artifacts import PromptRow
-    from elsi_edge.runtime.bench import BenchSettings
-    from elsi_edge.runtime.bench_report import ArmTotals, BenchAnswer, BenchReport
+    from elsi_edge.runtime.bench.answers import BenchAnswer
+    from elsi_edge.runtime.bench.noise import Load
+    from elsi_edge.runtime.bench.run import BenchSettings
     from elsi_edge.runtime.session import Session
 
 _INTERRUPTED = 130
 
 
 def bench(
-    bundle: opt.BundleArgument,
+    bundle: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[BUNDLE]",
+            help="A bundle's directory, or a model whose work directory holds one (newest with a draft).",
+        ),
+    ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="Prompts, .jsonl or .txt (default: 24 built-in ones of eight categories).")
     ] = None,
@@ -30,9 +37,43 @@ def bench(
     proposals: opt.Proposals = opt.DEFAULT_PROPOSALS,
     max_tokens: opt.MaxTokens = 128,
     repeats: Annotated[int, typer.Option(help="Times that each answer is given, plain and speculative.")] = 1,
+    seconds: Annotated[
+        float, typer.Option(help="Go over the prompts again and again for so long, to see throttling; 0: once.")
+    ] = 0.0,
     exact: opt.Exact = True,
-    threads: opt.Threads = 0,
+    threads: Annotated[
+        str, typer.Option(help="Threads; 0 takes the cores that may be used. Several, as in 1,2, one after another.")
+    ] = "0",
     provider: opt.Provider = "cpu",
+    memory: Annotated[bool, typer.Option("--memory", help="Memory by component too, from fresh processes.")] = False,
+    roofline: Annotated[
+        bool,
+        typer.Option("--roofline", help="What the machine's memory and arithmetic allow, and how near this comes."),
+    ] = False,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Try this limit, e.g. 300MB, for real, and search for the smallest that works."
+        ),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Other runtimes in the same run: llama.cpp, onnxruntime-genai, openvino-genai."
+        ),
+    ] = None,
+    peer_model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PATH", help="The model's file or directory for one of --against; may be repeated."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON report to this file too.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write an HTML page with pictures to this file; measures memory and roofline.")
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A.json B.json", help="Measure nothing: say what changed between two --out files."),
+    ] = None,
     work: opt.Work = None,
     json: opt.Json = False,
 ) -> None:
@@ -40,72 +81,175 @@ def bench(
 
     Answers are greedy. Speeds are tokens/s after the first token, so without prefill. The speed-up is the median over
     answers of speculative over plain tokens/s, each pair measured back to back; the ratio of the totals stands beside
-    it. In exact mode different tokens are an error, exit code 1. Ctrl-C reports what was measured so far.
+    it, intervals are 95 % over answers. In exact mode different tokens are an error, exit code 1. Ctrl-C reports what
+    was measured so far.
     """
-    from elsi_edge.bundle_ref import find_bundle
-    from elsi_edge.cli import common
-    from elsi_edge.packaged import builtin_bench_prompts
-    from elsi_edge.prompts import read_prompts, spread_over_categories
-    from elsi_edge.runtime.bench import BenchSettings
-    from elsi_edge.runtime.bench_report import summarise
-    from elsi_edge.runtime.options import SessionSettings
-    from elsi_edge.runtime.session import Session
+    from elsi_edge.cli import bench_compare, bench_extras
+    from elsi_edge.errors import UsageError
+    from elsi_edge.runtime.bench.run import BenchSettings
 
+    if compare is not None:
+        if bundle is not None:
+            raise UsageError(
+                f"--compare reads two reports and measures nothing, but {bundle!r} was named; drop one of them"
+            )
+        bench_compare.show(*compare, json=json)
+        return
+    if bundle is None:
+        raise UsageError("name a bundle to measure, or two reports with --compare A.json B.json")
     settings = BenchSettings(
         max_tokens=max_tokens,
         draft_nodes=draft_nodes,
         proposals=opt.proposals_of(proposals),
         exact=exact,
         repeats=repeats,
+        seconds=seconds,
     )
     settings.options(plain=False)  # values out of range are refused before anything is read
-    rows = read_prompts(prompts) if prompts is not None else builtin_bench_prompts()
-    rows = rows if limit is None else spread_over_categories(rows, limit)
-    found = find_bundle(bundle, work)
-    session = Session.open(found.directory, SessionSettings(threads=threads, provider=provider))
-    session.policy(settings.options(plain=False))
-    if found.note:
-        common.note(found.note)
-    answers, partial, warm_ups = _run(session, rows, settings)
-    report = summarise(answers)
-    details = _details(found.directory, rows, settings, partial=partial, warm_ups=warm_ups)
+    extras = bench_extras.Extras(
+        memory=memory or report is not None,
+        roofline=roofline or report is not None,
+        memory_limit=None if memory_limit is None else opt.size_of("--memory-limit", memory_limit),
+        peers=bench_extras.peers_of(against, peer_model or []),
+    )
+    counts = opt.counts_of("--threads", threads)
+    run = _Bench(bundle, work, provider, settings, prompts, limit, extras, (out, report))
+    reports = []
+    for number, count in enumerate(counts):
+        reports.append(run.measure(count, first=number == 0, json=json))
+        if reports[-1]["partial"]:
+            break
+    full = {**reports[0], "by_threads": [run.in_short(one) for one in reports]} if len(counts) > 1 else reports[0]
+    run.write(full)
     if json:
-        common.emit_json({**report.to_json(), **details})
-    else:
-        _show(report, details)
-        common.next_command(f"elsi-edge chat {shlex.quote(bundle)}{flags(work=work)}")
-    failed = not report.identical and report.answers[0].speculative.exact
-    if failed:
-        common.note(_difference(report))
-    if partial or failed:
-        raise typer.Exit(_INTERRUPTED if partial else 1)
+        from elsi_edge.cli import common
+
+        common.emit_json(full)
+    if any(one["partial"] for one in reports):
+        raise typer.Exit(_INTERRUPTED)
+    if run.failed:
+        raise typer.Exit(1)
+
+
+class _Bench:
+    """One bundle and its prompts, measured with one number of threads after another."""
+
+    def __init__(
+        self,
+        bundle: str,
+        work: Path | None,
+        provider: str,
+        settings: "BenchSettings",
+        prompts: Path | None,
+        limit: int | None,
+        extras: Any,
+        files: tuple[Path | None, Path | None],
+    ) -> None:
+        from elsi_edge.bundle_ref import find_bundle
+        from elsi_edge.cli import common
+        from elsi_edge.fsio import require_writable
+        from elsi_edge.packaged import builtin_bench_prompts
+        from elsi_edge.prompts import read_prompts, spread_over_categories
+
+        rows = read_prompts(prompts) if prompts is not None else builtin_bench_prompts()
+        self.rows = rows if limit is None else spread_over_categories(rows, limit)
+        found = find_bundle(bundle, work)
+        self.directory, self.named, self.work = found.directory, bundle, work
+        self.provider, self.settings, self.extras = provider, settings, extras
+        self.out, self.page = files
+        for path in files:
+            if path is not None:
+                require_writable(path)
+        self.failed = False
+        if found.note:
+            common.note(found.note)
+
+    def measure(self, threads: int, *, first: bool, json: bool) -> dict[str, Any]:
+        """The report with one number of threads, shown unless JSON is wanted."""
+        from elsi_edge.cli import bench_show, common
+        from elsi_edge.runtime.bench.json_form import report_json, windows
+        from elsi_edge.runtime.bench.report import summarise
+        from elsi_edge.runtime.options import SessionSettings
+        from elsi_edge.runtime.session import Session
+
+        session = Session.open(self.directory, SessionSettings(threads=threads, provider=self.provider))
+        session.policy(self.settings.options(plain=False))
+        peers = self.extras.open_peers(self.directory, session) if first else None
+        try:
+            answers, partial, warm_ups, load = _run(session, self.rows, self.settings, peers)
+        finally:
+            if peers is not None:
+                peers.close()
+        report = summarise(answers)
+        value = {**report_json(report), **_details(self.directory, self.rows, self.settings, partial, warm_ups)}
+        # Other runtimes work in processes of their own: here they are no disturbance.
+        value["noise"] = bench_show.noise_json(report, load if peers is None else None)
+        value["sustained"] = windows(answers) if self.settings.seconds else None
+        value |= self.extras.measure(self.directory, session, report, answers, first=first and not partial)
+        value["against"] = None if peers is None else peers.report(answers)
+        if not json:
+            bench_show.show(report, value)
+            common.next_command(f"elsi-edge chat {shlex.quote(self.named)}{flags(work=self.work)}")
+        if not report.identical and report.answers[0].speculative.exact:
+            self.failed = True
+            common.note(bench_show.difference(report))
+        return value
+
+    def in_short(self, value: dict[str, Any]) -> dict[str, Any]:
+        """A report of another number of threads."""
+        names = (
+            *("threads", "tokens_per_s", "tokens_per_s_interval", "speedup", "speedup_interval", "end_to_end", "tau"),
+            *("identical", "time_to_first_token_ms", "mode", "draft_nodes", "tuned", "partial"),
+        )
+        return {**{name: value[name] for name in names}, "plain_tokens_per_s": value["plain"]["tokens_per_s"]}
+
+    def write(self, value: dict[str, Any]) -> None:
+        """The files that were asked for."""
+        from elsi_edge.cli import common
+        from elsi_edge.fsio import write_bytes, write_json
+        from elsi_edge.runtime.bench.html import render
+
+        if self.out is not None:
+            write_json(self.out, value)
+            common.note(f"Report: {self.out}")
+        if self.page is not None:
+            write_bytes(self.page, render(value).encode())
+            common.note(f"Page: {self.page}")
 
 
 def _run(
-    session: "Session", rows: "list[PromptRow]", settings: "BenchSettings"
-) -> "tuple[list[BenchAnswer], bool, int]":
-    """Answers, whether Ctrl-C cut them short, and the number of warm-up runs."""
+    session: "Session", rows: "list[PromptRow]", settings: "BenchSettings", peers: Any
+) -> "tuple[list[BenchAnswer], bool, int, Load]":
+    """Answers, whether Ctrl-C cut them short, the number of warm-up runs, what else the cores did."""
+    import os
+
     from elsi_edge.cli import common
-    from elsi_edge.runtime.bench import check_prompts, measure, warm_up
+    from elsi_edge.runtime.bench.noise import Ticks, load_between
+    from elsi_edge.runtime.bench.run import check_prompts, measure, warm_up
 
     check_prompts(session, rows)
     answers: list[BenchAnswer] = []
     with common.progress("warm up", None, "runs"):
         warm_ups = warm_up(session, rows[0], settings)
+    start, partial = Ticks.now(), False
     try:
-        with common.progress("bench", sum(len(row.turns) for row in rows), "answers") as bar:
+        total = settings.seconds or sum(len(row.turns) for row in rows)
+        with common.progress("bench", total, "seconds" if settings.seconds else "answers") as bar:
             for answer in measure(session, rows, settings):
                 answers.append(answer)
-                bar.advance()
+                if peers is not None:
+                    peers.answer(session, rows, answer)
+                before = answers[-2].at_s if len(answers) > 1 else 0.0
+                bar.advance(answer.at_s - before if settings.seconds else 1)
     except KeyboardInterrupt:
         if not answers:
             raise
-        return answers, True, warm_ups
-    return answers, False, warm_ups
+        partial = True
+    return answers, partial, warm_ups, load_between(start, Ticks.now(), cores=os.cpu_count() or 1)
 
 
 def _details(
-    directory: Path, rows: "list[PromptRow]", settings: "BenchSettings", *, partial: bool, warm_ups: int
+    directory: Path, rows: "list[PromptRow]", settings: "BenchSettings", partial: bool, warm_ups: int
 ) -> dict[str, Any]:
     """What a reader needs to repeat the measurement."""
     import platform
@@ -115,6 +259,7 @@ def _details(
     from elsi_edge.bundle import read_manifest
     from elsi_edge.machine import cpu_name
     from elsi_edge.prompts import prompts_sha256
+    from elsi_edge.runtime.bench.energy import ABSENT, EnergyMeter
 
     manifest = read_manifest(directory)
     return {
@@ -129,6 +274,7 @@ def _details(
         "prompts_given": len(rows),
         "prompts_sha256": prompts_sha256(rows),
         "cpu": cpu_name(),
+        "energy": "RAPL, all packages, other load included" if EnergyMeter().readable else ABSENT,
         "versions": {
             "elsi-edge": __version__,
             "python": platform.python_version(),
@@ -136,84 +282,3 @@ def _details(
             "numpy": version("numpy"),
         },
     }
-
-
-def _show(report: "BenchReport", details: dict[str, Any]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from elsi_edge.cli import common
-    from elsi_edge.runtime.bench_report import by_category
-
-    first = report.answers[0].speculative
-    nodes = "no candidates" if first.mode == "plain" else f"{first.mode} of up to {first.draft_nodes} nodes"
-    common.out.print(
-        f"{details['model']}, {first.precision}, {nodes}; {first.threads} threads, {first.provider}, {details['cpu']}",
-        soft_wrap=True,
-    )
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("", "answers", "tokens", "tau", "tokens/s", "plain", "speed-up"):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=bool(name))
-    for name, group in by_category(report.answers).items():
-        totals = report.to_json()["categories"][name]
-        table.add_row(
-            name, str(len(group)), str(totals["tokens"]), number(totals["tau"], 2), number(totals["tokens_per_s"], 1),
-            number(totals["plain_tokens_per_s"], 1), number(totals["speedup"], 2),
-        )  # fmt: skip
-    fast, plain = report.speculative, report.plain
-    table.add_section()
-    table.add_row(
-        "all", str(fast.answers), str(fast.tokens), number(fast.tau, 2), number(fast.tokens_per_s, 1),
-        number(plain.tokens_per_s, 1), number(report.speedup, 2),
-    )  # fmt: skip
-    common.out.print(table)
-    for line in _lines(report, fast, plain):
-        common.out.print(line, soft_wrap=True)
-    for warning in report.warnings:
-        common.note(f"warning: {warning}")
-    if details["partial"]:
-        common.note(f"interrupted: {fast.answers} answers, not all that were asked for")
-
-
-def _lines(report: "BenchReport", fast: "ArmTotals", plain: "ArmTotals") -> list[str]:
-    from elsi_edge.cli import common
-
-    first = report.answers[0].speculative
-    depths = ", ".join(f"{share:.2f}" for share in fast.accepted_by_depth) or "none"
-    said = "; ".join(f"{name} {counts.accepted} of {counts.drafted} nodes" for name, counts in report.by_source.items())
-    lines = [
-        f"identical: {'yes' if report.identical else 'no'} ({first.exactness})",
-        f"speed-up: {number(report.speedup, 2)} (median of the answers' own ratios), "
-        f"{number(report.speedup_total, 2)} in total, without prefill",
-        f"accepted drafts a verification: {number(fast.accepted_per_verification, 2)}; at depth 1, 2, ...: {depths}",
-        f"accepted by source: {said or 'nothing was proposed'}; without candidates "
-        f"{number((report.empty_share or 0.0) * 100, 0)} % of the verifications",
-        f"first token after {number(fast.time_to_first_token_ms, 0)} ms (median), plain "
-        f"{number(plain.time_to_first_token_ms, 0)} ms; peak memory {common.size_text(report.peak_memory_bytes)}",
-    ]
-    if report.looping:
-        lines.append(
-            f"looping answers: {report.looping} of {fast.answers}; without them tau "
-            f"{number(report.tau_without_looping, 2)}, speed-up {number(report.speedup_without_looping, 2)}"
-        )
-    if report.drift is not None and abs(report.drift - 1.0) > 0.05:
-        lines.append(
-            f"the machine's speed moved: plain decoding was {report.drift:.2f} times as fast in the second half"
-        )
-    return lines
-
-
-def _difference(report: "BenchReport") -> str:
-    """The first answer that differs, in one line."""
-    answer = next(answer for answer in report.answers if not answer.identical)
-    plain, other = answer.plain.token_ids, answer.speculative.token_ids
-    place = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), min(len(plain), len(other)))
-    return (
-        f"error: speculative and plain tokens differ in exact mode: prompt {answer.id!r}, turn {answer.turn + 1}, from "
-        f"token {place + 1} on; please report this with the bundle and the versions that --json shows"
-    )
-
-
-def number(value: float | None, digits: int) -> str:
-    """A figure for a table; a dash for one that there is not."""
-    return "-" if value is None else f"{value:.{digits}f}"

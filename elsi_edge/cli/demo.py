@@ -166,7 +166,7 @@ def _show_answers(report: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     from elsi_edge.cli import common
-    from elsi_edge.cli.bench import number
+    from elsi_edge.cli.bench_show import number
     from elsi_edge.packaged import builtin_bench_prompts
 
     prompts = {row.id: row.turns[0] for row in builtin_bench_prompts()}
@@ -192,7 +192,7 @@ def _show_figures(reports: Mapping[str, Mapping[str, Any]]) -> None:
     from rich.table import Table
 
     from elsi_edge.cli import common
-    from elsi_edge.cli.bench import number
+    from elsi_edge.cli.bench_show import number
 
     table = Table("", box=box.SIMPLE_HEAD)
     for name in reports:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from elsi_edge.cli.draft_support import flags, quoted, reporter, require_torch
+from elsi_edge.cli.options import size_of
 
 if TYPE_CHECKING:
     from elsi_edge.artifacts import BatchTargetRunner, LayerSelection, ModelShape, PromptRow
@@ -77,7 +78,8 @@ def distill(
     tap_list, final_norm = _tap_list(taps)
     settings = DistillSettings(
         count=count, max_tokens=max_tokens, temperatures=_temperatures(temperature), seed=seed, batch=batch,
-        keep_answers=keep_answers, final_norm=final_norm, max_bytes=None if max_disk is None else _bytes(max_disk),
+        keep_answers=keep_answers, final_norm=final_norm,
+        max_bytes=None if max_disk is None else size_of("--max-disk", max_disk),
     )  # fmt: skip
     rows = read_prompts(prompts) if prompts else builtin_calibration_prompts()
     given = read_answers(answers) if answers else None
@@ -138,22 +140,6 @@ def _require_sense(
         raise UsageError("--keep-answers takes the answers of --prompts, --answers those of another file; give one")
     if keep_answers and prompts is None:
         raise UsageError("--keep-answers needs conversations with answers; give them with --prompts")
-
-
-def _bytes(text: str) -> int:
-    """ "500MB" or "2GB" as bytes, decimal units. Raises UsageError."""
-    from elsi_edge.errors import UsageError
-
-    units = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-    lower = text.strip().lower()
-    unit = next((unit for unit in units if lower.endswith(unit)), None)
-    try:
-        size = float(lower.removesuffix(unit or "")) * units.get(unit or "", 1)
-        if 1 <= size < 1e18:
-            return int(size)
-    except ValueError:
-        pass
-    raise UsageError(f"--max-disk {text!r} is not a size such as 500MB or 2GB")
 
 
 def _temperatures(text: str) -> tuple[float, ...]:

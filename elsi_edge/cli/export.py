@@ -5,11 +5,11 @@ import importlib.util
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from elsi_edge.artifacts import Precision
+from elsi_edge.artifacts import DRAFT_PRECISION, Precision
 from elsi_edge.cli import options as opt
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from elsi_edge.bundle import BundleManifest
     from elsi_edge.draft.checkpoint import LoadedDraft
     from elsi_edge.export.pipeline import ExportSettings
+    from elsi_edge.export.static_export import StaticSettings
     from elsi_edge.models import SourceModel
     from elsi_edge.workdir import WorkDir
 
@@ -46,8 +47,24 @@ def export(
         bool, typer.Option("--plain-only", help="The target alone: for distillation, and to run with --plain.")
     ] = False,
     precision: Annotated[
-        Precision, typer.Option(help="Of the weights; int8 and int4 in blocks of 32 (MatMulNBits).")
-    ] = "int4",
+        Precision | None,
+        typer.Option(
+            help="Of the weights; int8 and int4 in blocks of 32 (MatMulNBits). Default int4; with --for npu int8."
+        ),
+    ] = None,
+    device: Annotated[
+        Literal["cpu", "npu"],
+        typer.Option("--for", help="npu: graphs of fixed size in standard operators, int8 (QDQ) or fp32; docs/npu.md."),
+    ] = "cpu",
+    verify_rows: Annotated[
+        int | None, typer.Option("--verify-rows", help="npu: rows of a verification, root included (default 8).")
+    ] = None,
+    prefill_block: Annotated[
+        int | None, typer.Option("--prefill-block", help="npu: tokens of a prompt that a call takes (default 64).")
+    ] = None,
+    activation_bits: Annotated[
+        int | None, typer.Option("--activation-bits", help="npu, int8: of activations, 16 (default) or 8.")
+    ] = None,
     draft_precision: Annotated[
         Precision | None,
         typer.Option(help="Of the draft's weights, which never change tokens (default: int4 with int4, else int8)."),
@@ -60,7 +77,8 @@ def export(
         int | None, typer.Option("--lm-head-bits", help="Of the lm_head and, where tied, the embeddings: 4, 8 or 32.")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Longest sequence, tokens (default: the model's own limit).")
+        int | None,
+        typer.Option(help="Longest sequence, tokens (default: the model's own limit; with --for npu at most 1024)."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Bundle directory (default: in the work directory).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the bundle that is there.")] = False,
@@ -69,25 +87,40 @@ def export(
 ) -> None:
     """Write a bundle, check its graphs against the model, and only then let it appear."""
     from elsi_edge.cli import common
+    from elsi_edge.cli.export_npu import npu_bundle, npu_settings
     from elsi_edge.models import resolve
     from elsi_edge.workdir import WorkDir
 
+    npu, precision = device == "npu", precision or ("int8" if device == "npu" else "int4")
     wanted_taps = _layers(layers)
     require_build_extra("exporting a model")
     from elsi_edge.cli.export_report import say_next, show
-    from elsi_edge.export.pipeline import DRAFT_PRECISION, ExportSettings, check_request
+    from elsi_edge.export.pipeline import ExportSettings, check_request
     from elsi_edge.export.recipe import make_recipe
+    from elsi_edge.export.static_export import check_static_request
 
     _require_m(m, None)
     chosen_recipe = make_recipe(precision, recipe, lm_head_bits)
+    static = npu_settings(
+        npu=npu,
+        precision=precision,
+        context=context,
+        force=force,
+        own={"--verify-rows": verify_rows, "--prefill-block": prefill_block, "--activation-bits": activation_bits},
+        others={"--draft-precision": draft_precision, "--recipe": recipe, "--lm-head-bits": lm_head_bits},
+    )
     source = resolve(model)
     for line in source.notes:
         common.note(f"note: {line}")
     _require_m(m, source.shape.blocks)
-    check_request(source, context)
+    if static is None:
+        check_request(source, context)
+    else:
+        check_static_request(source, static)
     place = WorkDir.for_model(source.slug, work)
     loaded = None if plain_only else load_draft_for(source, draft, place)
-    target = out or (place.plain_bundle(precision) if loaded is None else place.bundle(precision))
+    usual = place.plain_bundle(precision) if loaded is None else place.bundle(precision)
+    target = out or (npu_bundle(place, precision, plain=loaded is None) if npu else usual)
     # What does not fit together is said before that a bundle is there, which would only be the next thing to go wrong.
     chosen = None if plain_only else _selection(wanted_taps, source, place, loaded)
     if chosen is not None:
@@ -102,19 +135,23 @@ def export(
     settings = ExportSettings(
         precision=precision, draft_precision=draft_precision, context=context, replace=force, recipe=chosen_recipe
     )
-    manifest = write_bundle(source, target, settings, None if loaded is None else loaded[1])
-    show(manifest, target, draft_precision or DRAFT_PRECISION[precision], json=json)
+    manifest = write_bundle(source, target, static or settings, None if loaded is None else loaded[1])
+    drafts = precision if npu else draft_precision or DRAFT_PRECISION[precision]
+    show(manifest, target, drafts, json=json)
     say_next(manifest, model, target, place)
 
 
 def write_bundle(
-    source: "SourceModel", out: Path, settings: "ExportSettings", draft: "LoadedDraft | None"
+    source: "SourceModel", out: Path, settings: "ExportSettings | StaticSettings", draft: "LoadedDraft | None"
 ) -> "BundleManifest":
     """Export, saying what goes on. Raises as `elsi_edge.export.pipeline.export_bundle` does."""
-    from elsi_edge.export.pipeline import export_bundle
+    from elsi_edge.export.pipeline import ExportSettings, export_bundle
+    from elsi_edge.export.static_export import export_static
 
     with spinner() as say:
-        return export_bundle(source, out, settings, draft=draft, say=say)
+        if isinstance(settings, ExportSettings):
+            return export_bundle(source, out, settings, draft=draft, say=say)
+        return export_static(source, out, settings, draft=draft, say=say)
 
 
 @contextlib.contextmanager

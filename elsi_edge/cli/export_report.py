@@ -48,9 +48,12 @@ def show(manifest: "BundleManifest", out: Path, draft_precision: "Precision", *,
 
 def parity_lines(manifest: "BundleManifest", draft_precision: "Precision") -> list[str]:
     """What the comparison with the source model measured, each figure with the limit that it kept."""
+    from elsi_edge.export import static_check
     from elsi_edge.export.parity import limits
 
     found, allowed = manifest.parity, limits(manifest.precision, draft_precision)
+    if manifest.static is not None:
+        allowed = static_check.limits(manifest)
     if not found:
         return []
     rows: list[tuple[str, str, str]] = []

@@ -70,3 +70,29 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the
 def proposals_of(text: str) -> "tuple[Proposal, ...]":
     """The sources that --proposals names; unknown ones are refused by the options they go into."""
     return tuple(part.strip() for part in text.split(","))  # type: ignore[misc]
+
+
+def size_of(option: str, text: str) -> int:
+    """ "500MB" or "2GB" as bytes, decimal units. Raises UsageError naming the option."""
+    from elsi_edge.errors import UsageError
+
+    units = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    lower = text.strip().lower()
+    unit = next((unit for unit in units if lower.endswith(unit)), None)
+    try:
+        size = float(lower.removesuffix(unit or "")) * units.get(unit or "", 1)
+        if 1 <= size < 1e18:
+            return int(size)
+    except ValueError:
+        pass
+    raise UsageError(f"{option} {text!r} is not a size such as 500MB or 2GB")
+
+
+def counts_of(option: str, text: str) -> list[int]:
+    """ "1,2" as whole numbers from 0 up, without repeats. Raises UsageError naming the option."""
+    from elsi_edge.errors import UsageError
+
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise UsageError(f"{option} {text!r} must be a whole number from 0 up, or several with commas, as in 1,2")
+    return list(dict.fromkeys(map(int, parts)))

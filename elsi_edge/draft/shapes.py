@@ -3,9 +3,7 @@
 import math
 from typing import Any
 
-from elsi_edge.artifacts import DraftConfig
-
-_INT4_BYTES = 4 / 8 + 4 / 32  # of a weight: 4 bits, and a float32 scale for every 32
+from elsi_edge.artifacts import BYTES_PER_WEIGHT, DraftConfig
 
 
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -43,6 +41,7 @@ def measure_size(config: DraftConfig) -> dict[str, Any]:
     draft reads the target's own.
     """
     counts = {name: math.prod(shape) for name, shape in tensor_shapes(config).items()}
+    int4 = BYTES_PER_WEIGHT["int4"]
     matrices = sum(count for name, count in counts.items() if not name.endswith("norm.weight"))
     norms = sum(counts.values()) - matrices
     projection, head = counts["projection.weight"], counts["head.weight"]
@@ -51,7 +50,7 @@ def measure_size(config: DraftConfig) -> dict[str, Any]:
         "parameters_trained": matrices + norms - (head if config.head == "tied" else 0),
         "parameters_projection": projection,
         "parameters_head": head,
-        "int4_bytes": round(matrices * _INT4_BYTES) + 4 * norms,
-        "int4_bytes_projection": round(projection * _INT4_BYTES),
-        "int4_bytes_head": round(head * _INT4_BYTES),
+        "int4_bytes": round(matrices * int4) + 4 * norms,
+        "int4_bytes_projection": round(projection * int4),
+        "int4_bytes_head": round(head * int4),
     }

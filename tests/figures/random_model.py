@@ -1,8 +1,8 @@
 """A model of a real shape with random weights: what calibration costs on a model that cannot be fetched here.
 
-`python -m tests.figures.random_model DIR --like qwen3-4b --blocks 8` writes bfloat16 safetensors, one file for what
-stands outside the blocks and one for each block, a few megabytes in memory at a time, with the tokenizer of the
-built-in model, whose ids lie below every vocabulary here.
+`python -m tests.figures.random_model DIR --like qwen3-4b --blocks 8` (or `llama-1b`) writes bfloat16 safetensors, one
+file for what stands outside the blocks and one for each block, a few megabytes in memory at a time, with the tokenizer
+of the built-in model, whose ids lie below every vocabulary here.
 """
 
 import argparse
@@ -31,6 +31,18 @@ _QWEN3: dict[str, Any] = {
     "use_sliding_window": False,
     "eos_token_id": 2,
 }
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": {
         **_QWEN3,
@@ -43,6 +55,30 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 262144,
         "rope_theta": 5000000,
         "vocab_size": 151936,
+    },
+    # Llama-3.2-1B's numbers, its rotary scaling left out
+    "llama-1b": {
+        **_LLAMA,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "vocab_size": 128256,
+    },
+    # 20 million parameters, to try a script on
+    "llama-20m": {
+        **_LLAMA,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "vocab_size": 56000,
     },
     # 150 million parameters: small enough for a test of what loading holds
     "qwen3-150m": {
@@ -69,11 +105,11 @@ def parameter_shapes(config: Mapping[str, Any]) -> list[dict[str, tuple[int, ...
     """Name to shape of the tensors of each file: what stands outside the blocks, then each block."""
     width, mlp, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    normed = {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)} if config["model_type"] == "qwen3" else {}
     block = {
         "input_layernorm": (width,),
         "post_attention_layernorm": (width,),
-        "self_attn.q_norm": (head,),
-        "self_attn.k_norm": (head,),
+        **normed,
         "self_attn.q_proj": (queries, width),
         "self_attn.k_proj": (keys, width),
         "self_attn.v_proj": (keys, width),

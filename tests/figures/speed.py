@@ -12,7 +12,7 @@ from typing import Any
 
 from elsi_edge.artifacts import PromptRow
 from elsi_edge.loops import is_looping
-from elsi_edge.runtime.bench import BenchSettings, measure, warm_up
+from elsi_edge.runtime.bench.run import BenchSettings, measure, warm_up
 from elsi_edge.runtime.session import Session
 from tests.figures.common import arguments, prompts, save
 

@@ -18,7 +18,7 @@ from scipy.stats import t as student
 
 from elsi_edge.artifacts import PromptRow
 from elsi_edge.loops import is_looping
-from elsi_edge.runtime.bench import BenchSettings, warm_up
+from elsi_edge.runtime.bench.run import BenchSettings, warm_up
 from elsi_edge.runtime.options import GenerateOptions
 from elsi_edge.runtime.result import GenerationResult
 from elsi_edge.runtime.session import Session

@@ -1,16 +1,19 @@
 """Plain against speculative decoding of the same prompts, answer by answer, so that both see the same machine."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from elsi_edge.artifacts import PromptRow
 from elsi_edge.errors import ConfigError, DataError, PromptError
-from elsi_edge.runtime.bench_report import BenchAnswer
+from elsi_edge.runtime.bench.answers import BenchAnswer, decode_seconds
+from elsi_edge.runtime.bench.energy import EnergyMeter
 from elsi_edge.runtime.options import PROPOSALS, GenerateOptions, Proposal
 from elsi_edge.runtime.result import GenerationResult
 from elsi_edge.runtime.session import Session
 
 DEFAULT_BENCH_TOKENS = 128  # of an answer
+MAX_SECONDS = 86_400
 _WARM_UP_TOKENS = 16
 _WARM_UP_RUNS = 4  # at most
 _STABLE = 0.10  # relative change between warm-up runs under which the machine counts as warm
@@ -25,10 +28,13 @@ class BenchSettings:
     proposals: tuple[Proposal, ...] = PROPOSALS  # sources of candidates
     exact: bool = True
     repeats: int = 1  # of each answer, plain and speculative
+    seconds: float = 0.0  # go over the prompts again and again for so long; 0 = once
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
             raise ConfigError(f"--repeats is {self.repeats}, it must be at least 1")
+        if not 0.0 <= self.seconds <= MAX_SECONDS:
+            raise ConfigError(f"--seconds is {self.seconds:g}, it must be 0 (the prompts once) to {MAX_SECONDS}")
 
     def options(self, *, plain: bool, max_tokens: int | None = None) -> GenerateOptions:
         """Greedy options of one arm; both arms run the same target graph."""
@@ -58,7 +64,7 @@ def warm_up(session: Session, row: PromptRow, settings: BenchSettings) -> int:
         seconds = []
         for plain in (True, False):
             result = session.generate(row.turns[0], settings.options(plain=plain, max_tokens=_WARM_UP_TOKENS))
-            seconds.append(_decode_seconds(result))
+            seconds.append(decode_seconds(result))
         if last and all(abs(now - then) <= _STABLE * then for now, then in zip(seconds, last, strict=True)):
             return run
         last = seconds
@@ -69,54 +75,61 @@ def measure(session: Session, rows: Sequence[PromptRow], settings: BenchSettings
     """Answer every turn plain and speculatively, back to back and taking turns at going first.
 
     Turns of a prompt are played as one conversation, with the plain answers as its history in both arms; turns that no
-    longer fit the context are left out. A model without a chat template continues the first turn alone.
+    longer fit the context are left out. A model without a chat template continues the first turn alone. With
+    `settings.seconds` the prompts come again and again until that time has passed.
     """
-    parity = 0
-    for row in rows:
-        messages: list[Mapping[str, str]] = []
-        turns = row.turns if session.codec.has_template else row.turns[:1]
-        for number, turn in enumerate(turns):
-            messages = [*messages, {"role": "user", "content": turn}]
-            prompt = messages if session.codec.has_template else turn
-            try:
-                answer = _pair(session, row, number, prompt, settings, plain_first=parity % 2 == 0)
-            except PromptError:
-                if number == 0:
-                    raise
-                break
-            parity += 1
-            yield answer
-            messages = [*messages, {"role": "assistant", "content": answer.plain.text}]
+    pairs = _Pairs(session, settings)
+    while True:
+        for row in rows:
+            for answer in _conversation(pairs, row):
+                yield answer
+                if settings.seconds and answer.at_s >= settings.seconds:
+                    return
+        if not settings.seconds:
+            return
 
 
-def _pair(
-    session: Session,
-    row: PromptRow,
-    turn: int,
-    prompt: str | Sequence[Mapping[str, str]],
-    settings: BenchSettings,
-    *,
-    plain_first: bool,
-) -> BenchAnswer:
-    results: dict[bool, list[GenerationResult]] = {True: [], False: []}
-    for repeat in range(settings.repeats):
-        first = plain_first == (repeat % 2 == 0)
-        for plain in (first, not first):
-            results[plain].append(session.generate(prompt, settings.options(plain=plain)))
-    every = [result.token_ids for arm in results.values() for result in arm]
-    return BenchAnswer(
-        id=row.id,
-        category=row.category or "uncategorised",
-        turn=turn,
-        plain=results[True][0],
-        speculative=results[False][0],
-        plain_seconds=sum(map(_decode_seconds, results[True])) / settings.repeats,
-        speculative_seconds=sum(map(_decode_seconds, results[False])) / settings.repeats,
-        repeats=settings.repeats,
-        identical=all(ids == every[0] for ids in every),
-    )
+def _conversation(pairs: "_Pairs", row: PromptRow) -> Iterator[BenchAnswer]:
+    has_template = pairs.session.codec.has_template
+    messages: list[Mapping[str, str]] = []
+    for number, turn in enumerate(row.turns if has_template else row.turns[:1]):
+        messages = [*messages, {"role": "user", "content": turn}]
+        try:
+            answer = pairs.answer(row, number, messages if has_template else turn)
+        except PromptError:
+            if number == 0:
+                raise
+            return
+        yield answer
+        messages = [*messages, {"role": "assistant", "content": answer.plain.text}]
 
 
-def _decode_seconds(result: GenerationResult) -> float:
-    timings = result.timings
-    return timings.propose + timings.verify + timings.other
+class _Pairs:
+    """Both ways of one answer after another."""
+
+    def __init__(self, session: Session, settings: BenchSettings) -> None:
+        self.session, self.settings = session, settings
+        self._meter = EnergyMeter()
+        self._begun = time.perf_counter()
+        self._answers = 0
+
+    def answer(self, row: PromptRow, turn: int, prompt: str | Sequence[Mapping[str, str]]) -> BenchAnswer:
+        """Every repeat, plain and speculative in turn."""
+        results: dict[bool, list[GenerationResult]] = {True: [], False: []}
+        joules = {True: 0.0, False: 0.0}
+        for repeat in range(self.settings.repeats):
+            first = (self._answers + repeat) % 2 == 0
+            for plain in (first, not first):
+                before = self._meter.joules()
+                results[plain].append(self.session.generate(prompt, self.settings.options(plain=plain)))
+                joules[plain] += self._meter.joules() - before
+        self._answers += 1
+        return BenchAnswer(
+            id=row.id,
+            category=row.category or "uncategorised",
+            turn=turn,
+            plain_runs=tuple(results[True]),
+            speculative_runs=tuple(results[False]),
+            at_s=time.perf_counter() - self._begun,
+            joules=(joules[True], joules[False]) if self._meter.readable else None,
+        )

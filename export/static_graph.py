@@ -1,0 +1,286 @@
+"""Graphs of fixed shape for NPUs, written node by node in standard ONNX operators: T rows over a cache of C slots.
+
+Every row brings one token; the runtime pads the rows that it does not need. For each block the graph takes the cached
+keys [1, H, D, C] (transposed, as the product of queries and keys reads them) and values [1, H, C, D], slots that hold
+no token being zero, and yields the new rows' [1, H, D, T] and [1, H, T, D]. Inside, the new rows are put into their
+slots by the matrix `write` [1, 1, T, C] (1 at a row's slot, nothing in a padded row), so that a token's key lies in the
+same column while it is drafted and after it was accepted: the sums over a chain are then the same sums. `mask`
+[1, 1, T, C] is added to the scores: 0 at the slots that a row sees, `HIDDEN` elsewhere.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+OPSET = 21  # the first whose QuantizeLinear takes 16 bits
+_IR = 10
+_ALIGNMENT = 4096  # bytes in a weights file, so that tensors can be mapped
+_INLINE = 1024  # bytes up to which a constant stays in the graph
+
+Floats = NDArray[np.float32]
+Read = Callable[[str], Floats]  # a weight by name; matrices are [out, in]
+
+
+class WeightFile:
+    """One file of weights that several graphs name; each tensor is written when it is first named."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._places: dict[str, onnx.TensorProto] = {}
+        path.write_bytes(b"")
+
+    def tensor(self, name: str, make: Callable[[], NDArray[Any]]) -> onnx.TensorProto:
+        """The initialiser `name`, which lies in this file, or inside the graph where it is small."""
+        if name not in self._places:
+            array = np.ascontiguousarray(make())
+            proto = numpy_helper.from_array(array, name)
+            if array.nbytes > _INLINE:
+                proto.ClearField("raw_data")
+                proto.data_location = TensorProto.EXTERNAL
+                with self.path.open("ab") as handle:
+                    handle.write(b"\0" * (-handle.tell() % _ALIGNMENT))
+                    start = handle.tell()
+                    handle.write(array.data)
+                for key, value in (("location", self.path.name), ("offset", start), ("length", array.nbytes)):
+                    proto.external_data.add(key=key, value=str(value))
+            self._places[name] = proto
+        return self._places[name]
+
+
+class Matrices(Protocol):
+    """How matrices are stored and multiplied: in float32, or quantised with their activations."""
+
+    def product(self, graph: "GraphWriter", source: str, weight: str, result: str) -> str:
+        """[T, out] = [T, in] times the transpose of `weight` [out, in]."""
+        ...
+
+    def lookup(self, graph: "GraphWriter", table: str, ids: str, result: str) -> str:
+        """[T, E] the rows `ids` [T] of `table` [V, E]."""
+        ...
+
+
+class GraphWriter:
+    """One graph in the making; a value's name says what it is, and is the same in graphs of other row counts."""
+
+    def __init__(self, name: str, weights: WeightFile, read: Read, matrices: Matrices) -> None:
+        self.name, self.weights, self.read, self.matrices = name, weights, read, matrices
+        self.observed: list[str] = []  # activations whose ranges quantisation needs
+        self._nodes: list[onnx.NodeProto] = []
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._outputs: list[onnx.ValueInfoProto] = []
+        self._initialisers: dict[str, onnx.TensorProto] = {}
+        self._made: set[str] = set()
+
+    def node(self, operator: str, inputs: Sequence[str], result: str | Sequence[str], **attributes: Any) -> str:
+        """Add a node; returns its first result. One that is there under this name is not made again."""
+        results = [result] if isinstance(result, str) else list(result)
+        if results[0] not in self._made:
+            self._nodes.append(helper.make_node(operator, inputs, results, name=f"/{results[0]}", **attributes))
+            self._made.update(results)
+        return results[0]
+
+    def input(self, name: str, shape: Sequence[int], kind: int = TensorProto.FLOAT) -> str:
+        """An input of the graph."""
+        self._inputs.append(helper.make_tensor_value_info(name, kind, shape))
+        return name
+
+    def output(self, name: str, shape: Sequence[int]) -> None:
+        """An output of the graph: the value of that name."""
+        self._outputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
+
+    def weight(self, name: str, make: Callable[[], NDArray[Any]] | None = None) -> str:
+        """A weight by its name, from the source or as `make` gives it."""
+        if name not in self._initialisers:
+            self._initialisers[name] = self.file_of(name).tensor(name, make or (lambda: self.read(name)))
+        return name
+
+    def file_of(self, name: str) -> WeightFile:
+        """The file that a weight lies in."""
+        return self.weights
+
+    def constant(self, value: Any, dtype: type[np.generic] = np.float32) -> str:
+        """A small constant, stored in the graph."""
+        array = np.asarray(value, dtype)
+        name = f"constant.{np.dtype(dtype).name}.{'_'.join(map(str, array.ravel().tolist()))}.{array.ndim}"
+        if name not in self._initialisers:
+            self._initialisers[name] = numpy_helper.from_array(array, name)
+        return name
+
+    def reshape(self, source: str, shape: Sequence[int], result: str) -> str:
+        """The same values in another shape."""
+        return self.node("Reshape", [source, self.constant(shape, np.int64)], result)
+
+    def model(self, extra: Mapping[str, Sequence[int]] | None = None) -> onnx.ModelProto:
+        """The graph as it stands; `extra` names further float values to yield."""
+        outputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n, shape in (extra or {}).items()]
+        graph = helper.make_graph(
+            self._nodes, self.name, self._inputs, [*self._outputs, *outputs], list(self._initialisers.values())
+        )
+        opsets = [helper.make_opsetid("", OPSET)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=_IR, producer_name="elsi-edge")
+
+
+class FloatMatrices:
+    """Matrices in float32, as they are."""
+
+    def product(self, graph: GraphWriter, source: str, weight: str, result: str) -> str:
+        """One Gemm; the weight is read as it is stored, [out, in]."""
+        graph.observed += [source, result]
+        return graph.node("Gemm", [source, graph.weight(weight)], result, transB=1)
+
+    def lookup(self, graph: GraphWriter, table: str, ids: str, result: str) -> str:
+        """One Gather."""
+        return graph.node("Gather", [graph.weight(table), ids], result, axis=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Numbers and options of one transformer block."""
+
+    heads: int
+    kv_heads: int
+    head_width: int
+    norm_eps: float
+    rotary: bool = True
+    biases: frozenset[str] = frozenset()  # of q, k, v, o, gate, up, down: those with a bias
+    head_norms: bool = False  # Qwen3's norms of queries and keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The shape of a graph: rows, and slots of its caches."""
+
+    count: int  # T
+    slots: int  # C
+
+
+def begin(graph: GraphWriter, rows: Rows) -> None:
+    """The inputs that every graph has, and what all its blocks share."""
+    graph.input("input_ids", [rows.count], TensorProto.INT64)
+    graph.input("position_ids", [rows.count], TensorProto.INT64)
+    graph.input("mask", [1, 1, rows.count, rows.slots])
+    graph.input("write", [1, 1, rows.count, rows.slots])
+    graph.node("Transpose", ["write"], "write.transposed", perm=[0, 1, 3, 2])
+
+
+def rms_norm(graph: GraphWriter, source: str, weight: str, eps: float, result: str) -> str:
+    """Root-mean-square norm over the last axis, times `weight`.
+
+    A row is first divided by m = 1 + its largest magnitude, which the norm undoes: squares of massive activations
+    (24,900 in SmolLM2) would overflow the float16 that NPUs compute in. With y = x / m, x / sqrt(mean(x^2) + eps) is
+    y / sqrt(mean(y^2) + eps / m^2).
+    """
+
+    def own(name: str) -> str:
+        return f"{result}.{name}"
+
+    axis = graph.constant([-1], np.int64)
+    graph.node("Abs", [source], own("abs"))
+    graph.node("ReduceMax", [own("abs"), axis], own("largest"), keepdims=1)
+    graph.node("Add", [own("largest"), graph.constant(1.0)], own("divisor"))
+    graph.node("Div", [source, own("divisor")], own("scaled"))
+    graph.node("Mul", [own("scaled"), own("scaled")], own("squared"))
+    graph.node("ReduceMean", [own("squared"), axis], own("mean"), keepdims=1)
+    graph.node("Mul", [own("divisor"), own("divisor")], own("divisor_squared"))
+    graph.node("Div", [graph.constant(eps), own("divisor_squared")], own("eps"))
+    graph.node("Add", [own("mean"), own("eps")], own("sum"))
+    graph.node("Sqrt", [own("sum")], own("root"))
+    graph.node("Div", [own("scaled"), own("root")], own("normed"))
+    return graph.node("Mul", [own("normed"), graph.weight(weight)], result)
+
+
+def rotary_tables(graph: GraphWriter, tables: Callable[[], tuple[Floats, Floats]], rows: Rows, head_width: int) -> None:
+    """Cosines and signed sines of the rows' positions, [1, 1, T, D], from tables [context, D / 2]."""
+
+    def whole(index: int) -> Floats:
+        half = tables()[index]
+        return np.concatenate([-half if index else half, half], axis=-1)
+
+    for index, name in enumerate(("cos", "sin")):
+        table = graph.weight(f"{name}_table", lambda index=index: whole(index))  # type: ignore[misc]
+        graph.node("Gather", [table, "position_ids"], f"{name}_rows", axis=0)
+        graph.reshape(f"{name}_rows", [1, 1, rows.count, head_width], name)
+
+
+def _rotate(graph: GraphWriter, source: str, block: Block, result: str) -> str:
+    """Llama's half-split rotary embedding of [1, heads, T, D]; the sines carry the sign of the first half."""
+    if not block.rotary:
+        return source
+    half = graph.constant([block.head_width // 2] * 2, np.int64)
+    graph.node("Split", [source, half], [f"{result}.first", f"{result}.second"], axis=-1)
+    graph.node("Concat", [f"{result}.second", f"{result}.first"], f"{result}.swapped", axis=-1)
+    graph.node("Mul", [source, "cos"], f"{result}.cos")
+    graph.node("Mul", [f"{result}.swapped", "sin"], f"{result}.sin")
+    return graph.node("Add", [f"{result}.cos", f"{result}.sin"], result)
+
+
+def linear(graph: GraphWriter, source: str, weight: str, block: Block, result: str) -> str:
+    """A product, and its bias where the block has one. `weight` is the name without ".weight"."""
+    kind = weight.rsplit(".", 1)[-1].removesuffix("_proj")
+    if kind not in block.biases:
+        return graph.matrices.product(graph, source, f"{weight}.weight", result)
+    product = graph.matrices.product(graph, source, f"{weight}.weight", f"{result}.product")
+    return graph.node("Add", [product, graph.weight(f"{weight}.bias")], result)
+
+
+def attention(graph: GraphWriter, index: int, prefix: str, sources: Sequence[str], block: Block, rows: Rows) -> str:
+    """Attention of one block over queries, keys and values [T, heads * D]; yields [T, heads * D].
+
+    Its cache is an input, the rows' own keys and values are outputs.
+    """
+    count, heads, kv_heads, width = rows.count, block.heads, block.kv_heads, block.head_width
+
+    def own(name: str) -> str:
+        return f"{prefix}attention.{name}"
+
+    def split(source: str, number: int, name: str, result: str) -> str:
+        """[T, heads * D] to [1, heads, T, D]."""
+        value = graph.reshape(source, [1, count, number, width], own(f"{name}.split"))
+        if block.head_norms and name != "v":
+            weight = f"{prefix}self_attn.{name}_norm.weight"
+            value = rms_norm(graph, value, weight, block.norm_eps, own(f"{name}.normed"))
+        return graph.node("Transpose", [value], result, perm=[0, 2, 1, 3])
+
+    new_key, new_value = f"new.{index}.key", f"new.{index}.value"
+    queries = _rotate(graph, split(sources[0], heads, "q", own("q.heads")), block, own("q"))
+    keys = _rotate(graph, split(sources[1], kv_heads, "k", own("k.heads")), block, own("k"))
+    split(sources[2], kv_heads, "v", new_value)
+    graph.node("Transpose", [keys], new_key, perm=[0, 1, 3, 2])
+    graph.output(new_key, [1, kv_heads, width, count])
+    graph.output(new_value, [1, kv_heads, count, width])
+    past_key = graph.input(f"past.{index}.key", [1, kv_heads, width, rows.slots])
+    past_value = graph.input(f"past.{index}.value", [1, kv_heads, rows.slots, width])
+    graph.node("MatMul", [new_key, "write"], own("key.placed"))
+    graph.node("Add", [past_key, own("key.placed")], own("keys"))
+    graph.node("MatMul", ["write.transposed", new_value], own("value.placed"))
+    graph.node("Add", [past_value, own("value.placed")], own("values"))
+    # Heads that share keys lie side by side, so that one product per kv head serves them all.
+    graph.node("Mul", [queries, graph.constant(width**-0.5)], own("scaled"))
+    grouped = graph.reshape(own("scaled"), [1, kv_heads, heads // kv_heads * count, width], own("grouped"))
+    graph.node("MatMul", [grouped, own("keys")], own("scores.grouped"))
+    scores = graph.reshape(own("scores.grouped"), [1, heads, count, rows.slots], own("scores"))
+    graph.node("Add", [scores, "mask"], own("masked"))
+    graph.node("Softmax", [own("masked")], own("weights"), axis=-1)
+    grouped = graph.reshape(
+        own("weights"), [1, kv_heads, heads // kv_heads * count, rows.slots], own("weights.grouped")
+    )
+    graph.node("MatMul", [grouped, own("values")], own("mixed.grouped"))
+    mixed = graph.reshape(own("mixed.grouped"), [1, heads, count, width], own("mixed"))
+    graph.node("Transpose", [mixed], own("mixed.rows"), perm=[0, 2, 1, 3])
+    return graph.reshape(own("mixed.rows"), [count, heads * width], own("out"))
+
+
+def mlp(graph: GraphWriter, source: str, prefix: str, block: Block) -> str:
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    gate = linear(graph, source, f"{prefix}mlp.gate_proj", block, f"{prefix}mlp.gate")
+    up = linear(graph, source, f"{prefix}mlp.up_proj", block, f"{prefix}mlp.up")
+    graph.node("Sigmoid", [gate], f"{prefix}mlp.sigmoid")
+    graph.node("Mul", [gate, f"{prefix}mlp.sigmoid"], f"{prefix}mlp.silu")
+    graph.node("Mul", [f"{prefix}mlp.silu", up], f"{prefix}mlp.swiglu")
+    return linear(graph, f"{prefix}mlp.swiglu", f"{prefix}mlp.down_proj", block, f"{prefix}mlp.down")

@@ -1,0 +1,173 @@
+"""How large a bundle and its running take, from numbers alone: what `export` writes, before it is written. Pure.
+
+Matrices are [K inputs, N outputs]. Quantised ones come in blocks of 32 inputs with a float32 scale; a row's last block
+is padded. Biases (a few kilobytes a block) and alignment (below one percent) are not counted.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elsi_edge.artifacts import BYTES_PER_WEIGHT, DraftConfig, ModelShape, Precision
+from elsi_edge.runtime.kv_cache import PAGE
+from elsi_edge.runtime.target import PREFILL_ROWS
+
+_BLOCK = 32  # weights that share a scale, as exports have it
+_GRAPH_BYTES: Mapping[Precision, int] = {"fp32": 5_450, "int8": 20_300, "int4": 20_300}  # of all graphs, a block
+_TOKENIZER_BYTES = 40  # of a token in tokenizer.json, about
+_PROGRAM = 100_000_000  # bytes of Python, numpy and ONNX Runtime before a graph is opened, measured
+# Bytes in memory of those in the file, at the peak while packing: fitted to SmolLM2's peak resident set (within 5 %).
+_RESIDENT: Mapping[str, float] = {"native": 2.0, "stock": 1.25, "fp32": 1.5}
+_DRAFT_RESIDENT = 2.0
+_MOST_ROWS = 64  # rows verified in one call, whose logits are held
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """Products of one size in a graph."""
+
+    name: str
+    inputs: int  # K
+    outputs: int  # N
+    count: int = 1  # in the whole graph
+
+    @property
+    def weights(self) -> int:
+        """Of all of them, the padding of the blocks not counted."""
+        return self.count * self.inputs * self.outputs
+
+    def padded(self, precision: Precision) -> int:
+        """Weights that are stored and computed with."""
+        inputs = self.inputs if precision == "fp32" else -(-self.inputs // _BLOCK) * _BLOCK
+        return self.count * inputs * self.outputs
+
+    def bytes(self, precision: Precision) -> int:
+        """In the bundle."""
+        return round(self.padded(precision) * BYTES_PER_WEIGHT[precision])
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSizes:
+    """Bytes of a draft in the bundle by component, and what a call of it multiplies."""
+
+    m: int
+    bytes: Mapping[str, int]
+    projection: tuple[Matrix, ...]
+    block: tuple[Matrix, ...]
+    head: Matrix
+    kv_bytes_per_token: int
+
+    @property
+    def total(self) -> int:
+        """Bytes together."""
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes at the peak of a session at some context."""
+
+    parts: Mapping[str, int]
+
+    @property
+    def peak(self) -> int:
+        """All together."""
+        return sum(self.parts.values())
+
+
+def block_matrices(shape: ModelShape) -> tuple[Matrix, ...]:
+    """The products of the target's blocks; queries, keys and values are one."""
+    queries, pairs = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+    width, mlp, blocks = shape.width, shape.mlp_width, shape.blocks
+    return (
+        Matrix(name="qkv", inputs=width, outputs=queries + 2 * pairs, count=blocks),
+        Matrix(name="o", inputs=queries, outputs=width, count=blocks),
+        Matrix(name="gate", inputs=width, outputs=mlp, count=blocks),
+        Matrix(name="up", inputs=width, outputs=mlp, count=blocks),
+        Matrix(name="down", inputs=mlp, outputs=width, count=blocks),
+    )
+
+
+def head_matrix(shape: ModelShape) -> Matrix:
+    """The target's lm_head."""
+    return Matrix(name="lm_head", inputs=shape.width, outputs=shape.vocab_size)
+
+
+def target_bytes(shape: ModelShape, precision: Precision) -> dict[str, int]:
+    """Bytes of the target's weights by component.
+
+    A tied table is read from the lm_head's own blocks, unless its rows are padded; any other stays float32.
+    """
+    head = head_matrix(shape)
+    shared = shape.tied_embeddings and (precision == "fp32" or shape.width % _BLOCK == 0)
+    norms = (2 * shape.blocks + 1) * shape.width
+    if shape.family == "qwen3":
+        norms += 2 * shape.blocks * shape.head_width
+    return {
+        "block matrices": sum(matrix.bytes(precision) for matrix in block_matrices(shape)),
+        "lm_head": head.bytes(precision),
+        "embedding table": 0 if shared else 4 * head.weights,
+        "norms": 4 * norms,
+        "rotary tables": _rotary_bytes(shape.context, shape.head_width),
+    }
+
+
+def other_bytes(shape: ModelShape, precision: Precision, tokenizer: int | None = None) -> dict[str, int]:
+    """Bytes of graphs and tokenizer; `tokenizer` is the file's own size where it is known."""
+    return {
+        "graphs": _GRAPH_BYTES[precision] * shape.blocks,
+        "tokenizer": _TOKENIZER_BYTES * shape.vocab_size if tokenizer is None else tokenizer,
+    }
+
+
+def draft_sizes(config: DraftConfig, tensors: Mapping[str, tuple[int, ...]], precision: Precision) -> DraftSizes:
+    """A draft with these tensors, [out, in] by name (as `elsi_edge.draft.shapes` has them), at `precision`."""
+    matrices = {
+        name.removesuffix(".weight"): Matrix(name=name.removesuffix(".weight"), inputs=shape[1], outputs=shape[0])
+        for name, shape in tensors.items()
+        if len(shape) == 2
+    }
+    norms = sum(math.prod(shape) for shape in tensors.values() if len(shape) == 1)
+    projection, head = matrices.pop("projection"), matrices.pop("head")
+    block = tuple(matrices.values())
+    return DraftSizes(
+        m=config.m,
+        bytes={
+            "draft block": sum(matrix.bytes(precision) for matrix in block),
+            "draft head": head.bytes(precision) + 8 * config.draft_vocab_size,
+            "projection": projection.bytes(precision),
+            "draft norms": 4 * norms,
+            "draft rotary tables": _rotary_bytes(config.context, config.head_width),
+        },
+        projection=(projection,),
+        block=block,
+        head=head,
+        kv_bytes_per_token=config.depth * 2 * config.kv_heads * config.head_width * 4,
+    )
+
+
+def memory_needed(
+    shape: ModelShape, precision: Precision, draft: DraftSizes, *, context: int, native: bool, weights: int
+) -> Memory:
+    """Bytes at the peak with `context` tokens in both caches; `weights` are the bytes of the target's file.
+
+    A part of it is the mapped file, whose pages the system takes back when memory is short.
+    """
+    kind = "fp32" if precision == "fp32" else "native" if native else "stock"
+    slots = -(-(context + _MOST_ROWS) // PAGE) * PAGE
+    inner = 2 * shape.width + (shape.heads + 2 * shape.kv_heads) * shape.head_width + 4 * shape.mlp_width
+    return Memory(
+        parts={
+            "target weights, packed": round(weights * _RESIDENT[kind]),
+            "draft": round(draft.total * _DRAFT_RESIDENT),
+            "keys and values": slots * shape.kv_bytes_per_token(),
+            "keys and values of the draft": slots * draft.kv_bytes_per_token,
+            "activations": 4 * (PREFILL_ROWS * inner + _MOST_ROWS * shape.vocab_size),
+            "interpreter": _PROGRAM,
+        }
+    )
+
+
+def _rotary_bytes(context: int, head_width: int) -> int:
+    """Cosines and sines for every position of the model's own limit, float32."""
+    return context * head_width * 4
