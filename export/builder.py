@@ -89,6 +89,8 @@ def build_base_graph(
     head = recipe.bits_of(LM_HEAD)
     if shape.tied_embeddings and head != 32:
         embedding.share_embedding(graph, bits=head, block=BLOCK, vocab_size=shape.vocab_size, width=shape.width)
+    elif not shape.tied_embeddings and recipe.bits != 32:
+        embedding.quantise_embedding(graph, block=BLOCK, width=shape.width)
     surgery.remove_unused(graph)
     ir.save(graph, work / "base.onnx", external_data=WEIGHTS_FILE, alignment=_ALIGNMENT)
     return counts

@@ -1,9 +1,15 @@
 """The embedding table: stored once, read by the target's lookup, its lm_head and the draft."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import onnx_ir as ir
 
 from elsi_edge.errors import ModelError
 from elsi_edge.export import surgery
+from elsi_edge.export.rounding import quantise
+
+_BITS = 8  # of a table that is no lm_head's
 
 
 def share_embedding(model: ir.Model, *, bits: int, block: int, vocab_size: int, width: int) -> bool:
@@ -12,31 +18,66 @@ def share_embedding(model: ir.Model, *, bits: int, block: int, vocab_size: int, 
     Returns whether anything changed: not when a row's last block is padded, which the lookup would read as weights. The
     old table is left for `surgery.remove_unused`.
     """
-    if width % block:
-        return False
-    gathers = [
-        n for n in model.graph if n.op_type == "Gather" and n.inputs[1] is surgery.graph_input(model, "input_ids")
-    ]
     head = surgery.lm_head(model)
-    if not gathers or head.op_type != "MatMulNBits":
+    if width % block or _lookup(model) is None or head.op_type != "MatMulNBits":
         return False
     weight, scales = head.inputs[1], head.inputs[2]
+    assert weight is not None and scales is not None
     shape = surgery.constant(model, "/embed/shape", [vocab_size, width * bits // 8])
     reshape = ir.node("Reshape", [weight, shape], name="/embed/Reshape")
+    reshape.outputs[0].name = "/embed/Reshape/output_0"
+    _replace_lookup(model, reshape.outputs[0], scales, bits=bits, block=block, before=[reshape])
+    return True
+
+
+def quantise_embedding(model: ir.Model, *, block: int, width: int) -> bool:
+    """Store a table of its own, which no lm_head shares, in blocks of 8 bits: a quarter, and as good as exact.
+
+    Returns whether anything changed: not when a row's last block would be padded, nor without a table.
+    """
+    node = _lookup(model)
+    table = None if node is None else node.inputs[0]
+    if width % block or table is None or table.const_value is None or len(table.const_value.shape) != 2:
+        return False
+    packed, scales = quantise(np.ascontiguousarray(table.const_value.numpy(), np.float32), _BITS, "nearest")
+    rows = len(packed)
+    made = [
+        surgery.initializer(model, f"{table.name}_Q{_BITS}", packed.reshape(rows, -1)),
+        surgery.initializer(model, f"{table.name}_scales", scales.reshape(rows, -1)),
+    ]
+    _replace_lookup(model, *made, bits=_BITS, block=block)
+    return True
+
+
+def _lookup(model: ir.Model) -> ir.Node | None:
+    """The Gather that turns token ids into states."""
+    ids = surgery.graph_input(model, "input_ids")
+    return next((node for node in model.graph if node.op_type == "Gather" and node.inputs[1] is ids), None)
+
+
+def _replace_lookup(
+    model: ir.Model,
+    blocks: ir.Value,
+    scales: ir.Value,
+    *,
+    bits: int,
+    block: int,
+    before: Sequence[ir.Node] = (),
+) -> None:
+    gather = _lookup(model)
+    assert gather is not None
     lookup = ir.node(
         "GatherBlockQuantized",
-        [reshape.outputs[0], gathers[0].inputs[1], scales],
+        [blocks, gather.inputs[1], scales],
         attributes={"bits": bits, "block_size": block, "gather_axis": 0, "quantize_axis": 1},
         domain="com.microsoft",
         name="/embed/GatherBlockQuantized",
     )
-    reshape.outputs[0].name = "/embed/Reshape/output_0"
     lookup.outputs[0].name = "/embed/GatherBlockQuantized/output_0"
-    old = gathers[0].outputs[0]
-    model.graph.insert_before(gathers[0], [reshape, lookup])
+    old = gather.outputs[0]
+    model.graph.insert_before(gather, [*before, lookup])
     ir.convenience.replace_all_uses_with(old, lookup.outputs[0])
-    model.graph.remove(gathers[0], safe=True)
-    return True
+    model.graph.remove(gather, safe=True)
 
 
 def embed_with(model: ir.Model, target: ir.Model, name: str) -> None:

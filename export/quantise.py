@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import onnx_ir as ir
 
+from elsi_edge.export import surgery
 from elsi_edge.export.recipe import Recipe, matrix_name
 from elsi_edge.export.rounding import ACCURACY_LEVEL, BLOCK, Floats, Rounding, quantise
 
@@ -52,8 +53,8 @@ def _replace(model: ir.Model, node: ir.Node, bits: int, rounding: Rounding, hess
     weight = np.ascontiguousarray(source.const_value.numpy().T)  # shape: [N, K] float32
     packed, scales = quantise(weight, bits, rounding, None if hessian is None else hessian.astype(np.float64))
     made = [
-        _initializer(model, f"{source.name}_Q{bits}", packed),
-        _initializer(model, f"{source.name}_scales", scales),
+        surgery.initializer(model, f"{source.name}_Q{bits}", packed),
+        surgery.initializer(model, f"{source.name}_scales", scales),
     ]
     product = ir.node(
         "MatMulNBits",
@@ -73,10 +74,3 @@ def _replace(model: ir.Model, node: ir.Node, bits: int, rounding: Rounding, hess
     model.graph.insert_before(node, product)
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     model.graph.remove(node, safe=True)
-
-
-def _initializer(model: ir.Model, name: str, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> ir.Value:
-    tensor = ir.tensor(array, name=name)
-    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    model.graph.register_initializer(value)
-    return value

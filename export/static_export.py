@@ -17,13 +17,15 @@ from elsi_edge.bundle import DRAFT_VOCAB_FILE, BundleManifest, BundleWriter, Gra
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.errors import ModelError, UsageError
 from elsi_edge.export import moments, static_check
+from elsi_edge.export.draft_graph import rotary_tables as draft_rotary_tables
 from elsi_edge.export.pipeline import check_request, disk_needed, require_same_target
-from elsi_edge.export.static_graph import FloatMatrices, GraphWriter, Matrices, Rows, WeightFile
-from elsi_edge.export.static_models import Draft, SourceWeights, Target, draft_tensors, require_static
+from elsi_edge.export.static_graph import FloatMatrices, GraphWriter, Matrices, Rows, WeightFile, rotary_table
+from elsi_edge.export.static_models import EMBEDDINGS, Draft, SourceWeights, Target, draft_tensors, require_static
 from elsi_edge.export.static_quantise import ActivationBits, QdqMatrices, Ranges, range_draft, range_target
 from elsi_edge.fsio import require_free
 from elsi_edge.models import SourceModel, read_source
 from elsi_edge.runtime.options import MAX_DRAFT_NODES
+from elsi_edge.runtime.static_cache import EMBEDDING_STEM, rotary_file
 from elsi_edge.text import TextCodec
 from elsi_edge.weights import count_weights
 
@@ -120,7 +122,7 @@ class _Making:
             "static-verify": target.graph("target-verify", self._rows(settings.verify_rows), every_row=True),
         }
         if draft is not None:
-            graphs |= self._draft_graphs(draft, target, out, self._matrices(draft_ranges))
+            graphs |= self._draft_graphs(draft, out, self._matrices(draft_ranges))
             np.save(out / DRAFT_VOCAB_FILE, draft.draft_to_target_ids, allow_pickle=False)
         for graph in graphs.values():
             save_checked(graph.model(), out / f"{graph.name}.onnx")
@@ -139,20 +141,26 @@ class _Making:
     def _target(self, weights: SourceWeights, place: Path, matrices: Matrices) -> Target:
         selection = None if self.draft is None else self.draft.config.selection
         file = WeightFile(place / "target.weights")
+        matrices.write_table(weights.read(EMBEDDINGS), EMBEDDINGS, place / EMBEDDING_STEM, file)
+        np.save(place / rotary_file("target"), weights.rotary, allow_pickle=False)
         return Target(source=weights, weights=file, matrices=matrices, selection=selection)
 
     def _level_rows(self) -> int:
         return max(1, min(_WIDEST_LEVEL, self.settings.verify_rows // 2))
 
-    def _draft_graphs(
-        self, draft: LoadedDraft, target: Target, place: Path, matrices: Matrices
-    ) -> dict[GraphRole, GraphWriter]:
-        written = _draft(draft, target, place, matrices)
+    def _draft_graphs(self, draft: LoadedDraft, place: Path, matrices: Matrices) -> dict[GraphRole, GraphWriter]:
+        written = self._draft(draft, place, matrices)
         entry, level = self._rows(self.settings.verify_rows, draft=True), self._rows(self._level_rows(), draft=True)
         return {
             "static-entry": written.graph("draft.entry", entry, entry=True, every_row=False),
             "static-level": written.graph("draft.level", level, entry=False, every_row=True),
         }
+
+    def _draft(self, draft: LoadedDraft, place: Path, matrices: Matrices) -> Draft:
+        tables = draft_rotary_tables(draft.config)
+        np.save(place / rotary_file("draft"), rotary_table(*tables), allow_pickle=False)
+        file = WeightFile(place / "draft.weights")
+        return Draft(config=draft.config, tensors=draft_tensors(draft), weights=file, matrices=matrices)
 
     def _calibrate(self, weights: SourceWeights, work: Path) -> tuple[Ranges, Ranges]:
         """Ranges of the target's and the draft's activations, from float graphs in `work`, which is deleted."""
@@ -165,7 +173,7 @@ class _Making:
         drafted: Ranges = {}
         if self.draft is not None:
             rows = self._rows(self.settings.prefill_rows, draft=True)
-            written = _draft(self.draft, target, work, FloatMatrices())
+            written = self._draft(self.draft, work, FloatMatrices())
             entry = written.graph("draft.entry", rows, entry=True, every_row=True)
             level = written.graph("draft.level", rows, entry=False, every_row=True)
             drafted = range_draft(entry, level, work, [ids[: rows.slots // 2] for ids in texts], taps)
@@ -198,17 +206,6 @@ class _Making:
             template_sha256=codec.template_sha256,
             licence=str(read_source(source.directory).get("licence", "unknown")),
         )
-
-
-def _draft(draft: LoadedDraft, target: Target, place: Path, matrices: Matrices) -> Draft:
-    return Draft(
-        config=draft.config,
-        tensors=draft_tensors(draft),
-        weights=WeightFile(place / "draft.weights"),
-        source=target.source,
-        target_weights=target.weights,
-        matrices=matrices,
-    )
 
 
 def calibration_texts(codec: TextCodec) -> list[list[int]]:

@@ -6,6 +6,10 @@ no token being zero, and yields the new rows' [1, H, D, T] and [1, H, T, D]. Ins
 slots by the matrix `write` [1, 1, T, C] (1 at a row's slot, nothing in a padded row), so that a token's key lies in the
 same column while it is drafted and after it was accepted: the sums over a chain are then the same sums. `mask`
 [1, 1, T, C] is added to the scores: 0 at the slots that a row sees, `HIDDEN` elsewhere.
+
+What needs integers stays outside: the runtime looks up the tokens' embeddings `embedded` [T, E] and the positions'
+rotations `cos` and `sin` [1, 1, T, D] in tables beside the graphs. QNN's HTP compiler refused both lookups: a Gather in
+a float table, and one in an int8 table.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,16 +56,26 @@ class WeightFile:
             self._places[name] = proto
         return self._places[name]
 
+    def adopt(self, name: str, file: Path) -> None:
+        """Let the initialiser `name` be the array of an .npy file beside the graphs, so that it is stored once."""
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+        proto = onnx.TensorProto(name=name, dims=array.shape, data_location=TensorProto.EXTERNAL)
+        proto.data_type = helper.np_dtype_to_tensor_dtype(array.dtype)
+        start = file.stat().st_size - array.nbytes  # after numpy's header
+        for key, value in (("location", file.name), ("offset", start), ("length", array.nbytes)):
+            proto.external_data.add(key=key, value=str(value))
+        self._places[name] = proto
+
 
 class Matrices(Protocol):
     """How matrices are stored and multiplied: in float32, or quantised with their activations."""
 
-    def product(self, graph: "GraphWriter", source: str, weight: str, result: str) -> str:
-        """[T, out] = [T, in] times the transpose of `weight` [out, in]."""
+    def write_table(self, table: Floats, name: str, stem: Path, weights: WeightFile) -> None:
+        """Write an embedding table [V, E] for the runtime to look rows up in; a tied lm_head's `name` is the same."""
         ...
 
-    def lookup(self, graph: "GraphWriter", table: str, ids: str, result: str) -> str:
-        """[T, E] the rows `ids` [T] of `table` [V, E]."""
+    def product(self, graph: "GraphWriter", source: str, weight: str, result: str) -> str:
+        """[T, out] = [T, in] times the transpose of `weight` [out, in]."""
         ...
 
 
@@ -97,12 +111,8 @@ class GraphWriter:
     def weight(self, name: str, make: Callable[[], NDArray[Any]] | None = None) -> str:
         """A weight by its name, from the source or as `make` gives it."""
         if name not in self._initialisers:
-            self._initialisers[name] = self.file_of(name).tensor(name, make or (lambda: self.read(name)))
+            self._initialisers[name] = self.weights.tensor(name, make or (lambda: self.read(name)))
         return name
-
-    def file_of(self, name: str) -> WeightFile:
-        """The file that a weight lies in."""
-        return self.weights
 
     def constant(self, value: Any, dtype: type[np.generic] = np.float32) -> str:
         """A small constant, stored in the graph."""
@@ -129,14 +139,16 @@ class GraphWriter:
 class FloatMatrices:
     """Matrices in float32, as they are."""
 
+    def write_table(self, table: Floats, name: str, stem: Path, weights: WeightFile) -> None:
+        """STEM.npy, float32."""
+        file = stem.with_suffix(".npy")
+        np.save(file, table, allow_pickle=False)
+        weights.adopt(name, file)
+
     def product(self, graph: GraphWriter, source: str, weight: str, result: str) -> str:
         """One Gemm; the weight is read as it is stored, [out, in]."""
         graph.observed += [source, result]
         return graph.node("Gemm", [source, graph.weight(weight)], result, transB=1)
-
-    def lookup(self, graph: GraphWriter, table: str, ids: str, result: str) -> str:
-        """One Gather."""
-        return graph.node("Gather", [graph.weight(table), ids], result, axis=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,13 +172,19 @@ class Rows:
     slots: int  # C
 
 
-def begin(graph: GraphWriter, rows: Rows) -> None:
-    """The inputs that every graph has, and what all its blocks share."""
-    graph.input("input_ids", [rows.count], TensorProto.INT64)
-    graph.input("position_ids", [rows.count], TensorProto.INT64)
+def begin(graph: GraphWriter, rows: Rows, *, width: int, head_width: int) -> str:
+    """The inputs that every graph has, and what all its blocks share; yields the rows' embeddings [T, width]."""
+    for name in ("cos", "sin"):
+        graph.input(name, [1, 1, rows.count, head_width])
     graph.input("mask", [1, 1, rows.count, rows.slots])
     graph.input("write", [1, 1, rows.count, rows.slots])
     graph.node("Transpose", ["write"], "write.transposed", perm=[0, 1, 3, 2])
+    return graph.input("embedded", [rows.count, width])
+
+
+def selected_row(graph: GraphWriter, source: str, rows: Rows, result: str) -> str:
+    """The row [1, E] of `source` [T, E] at which the input `select` [1, T] is 1."""
+    return graph.node("MatMul", [graph.input("select", [1, rows.count]), source], result)
 
 
 def rms_norm(graph: GraphWriter, source: str, weight: str, eps: float, result: str) -> str:
@@ -195,21 +213,13 @@ def rms_norm(graph: GraphWriter, source: str, weight: str, eps: float, result: s
     return graph.node("Mul", [own("normed"), graph.weight(weight)], result)
 
 
-def rotary_tables(graph: GraphWriter, tables: Callable[[], tuple[Floats, Floats]], rows: Rows, head_width: int) -> None:
-    """Cosines and signed sines of the rows' positions, [1, 1, T, D], from tables [context, D / 2]."""
-
-    def whole(index: int) -> Floats:
-        half = tables()[index]
-        return np.concatenate([-half if index else half, half], axis=-1)
-
-    for index, name in enumerate(("cos", "sin")):
-        table = graph.weight(f"{name}_table", lambda index=index: whole(index))  # type: ignore[misc]
-        graph.node("Gather", [table, "position_ids"], f"{name}_rows", axis=0)
-        graph.reshape(f"{name}_rows", [1, 1, rows.count, head_width], name)
+def rotary_table(cos: Floats, sin: Floats) -> Floats:
+    """The runtime's table [2, context, D] from halves [context, D / 2]; the sines carry the sign of the first half."""
+    return np.stack([np.concatenate([cos, cos], axis=-1), np.concatenate([-sin, sin], axis=-1)])
 
 
 def _rotate(graph: GraphWriter, source: str, block: Block, result: str) -> str:
-    """Llama's half-split rotary embedding of [1, heads, T, D]; the sines carry the sign of the first half."""
+    """Llama's half-split rotary embedding of [1, heads, T, D]."""
     if not block.rotary:
         return source
     half = graph.constant([block.head_width // 2] * 2, np.int64)

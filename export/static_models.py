@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from onnx import TensorProto
 
 from elsi_edge.artifacts import DraftConfig, LayerSelection, ModelShape
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.draft.shapes import block_prefixes
 from elsi_edge.errors import ModelError
-from elsi_edge.export.draft_graph import rotary_tables as draft_rotary_tables
 from elsi_edge.export.static_graph import (
     Block,
     Floats,
@@ -26,7 +23,8 @@ from elsi_edge.export.static_graph import (
     linear,
     mlp,
     rms_norm,
-    rotary_tables,
+    rotary_table,
+    selected_row,
 )
 from elsi_edge.torch_model import load_causal_lm
 
@@ -73,7 +71,12 @@ class SourceWeights:
         with torch.inference_mode():
             cos, sin = model.base_model.rotary_emb(torch.zeros(1, 1, shape.width), torch.arange(context)[None])
         half = shape.head_width // 2  # transformers repeats the half
-        self._tables = (cos[0, :, :half].float().numpy().copy(), sin[0, :, :half].float().numpy().copy())
+        self._rotary = rotary_table(*(part[0, :, :half].float().numpy() for part in (cos, sin)))
+
+    @property
+    def rotary(self) -> Floats:
+        """Cosines and signed sines [2, context, D]."""
+        return self._rotary
 
     @property
     def head(self) -> str:
@@ -84,10 +87,6 @@ class SourceWeights:
         """A weight by its name in the model."""
         array: Floats = self._tensors[name].float().numpy()
         return array
-
-    def tables(self) -> tuple[Floats, Floats]:
-        """Cosines and sines [context, D / 2]."""
-        return self._tables
 
     def _has(self, name: str) -> bool:
         return f"model.layers.0.{name}" in self._tensors
@@ -103,18 +102,15 @@ class Target:
     selection: LayerSelection | None
 
     def graph(self, name: str, rows: Rows, *, every_row: bool) -> GraphWriter:
-        """The target over T rows: logits of every row, or of the row `logit_row` [1] alone, and the taps of all."""
+        """The target over T rows: logits of every row, or of the selected one alone, and the taps of all."""
         source, shape = self.source, self.source.shape
         graph = GraphWriter(name, self.weights, source.read, self.matrices)
-        begin(graph, rows)
-        rotary_tables(graph, source.tables, rows, shape.head_width)
-        taps = [self.matrices.lookup(graph, EMBEDDINGS, "input_ids", "tap.0")]
+        taps = [begin(graph, rows, width=shape.width, head_width=shape.head_width)]
         for index, block in enumerate(source.blocks):
             taps.append(_target_block(graph, index, taps[-1], block, rows))
         last, count = taps[-1], rows.count
         if not every_row:
-            graph.input("logit_row", [1], TensorProto.INT64)
-            last, count = graph.node("Gather", [last, "logit_row"], "last.row", axis=0), 1
+            last, count = selected_row(graph, last, rows, "last.row"), 1
         final = rms_norm(graph, last, "model.norm.weight", shape.norm_eps, "final")
         self.matrices.product(graph, final, source.head, "logits")
         graph.output("logits", [count, shape.vocab_size])
@@ -149,22 +145,18 @@ def _target_block(graph: GraphWriter, index: int, state: str, block: Block, rows
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What both graphs of a draft are written from. The embeddings are the target's, in the target's weights file."""
+    """What both graphs of a draft are written from."""
 
     config: DraftConfig
-    tensors: Mapping[str, NDArray[Any]]  # by the names of the target's matrices, see `draft_tensors`
+    tensors: Mapping[str, Floats]  # by the names of the target's matrices, see `draft_tensors`
     weights: WeightFile
-    source: SourceWeights
-    target_weights: WeightFile
     matrices: Matrices
 
     def graph(self, name: str, rows: Rows, *, entry: bool, every_row: bool) -> GraphWriter:
-        """Entries read `taps` [R, M*E], nodes `state` [w, E]; predictions after every row, or the row `logit_row`."""
+        """Entries read `taps` [R, M*E], nodes `state` [w, E]; predictions after every row, or the selected."""
         config = self.config
-        graph = _DraftWriter(name, self)
-        begin(graph, rows)
-        rotary_tables(graph, lambda: draft_rotary_tables(config), rows, config.head_width)
-        embedded = self.matrices.lookup(graph, EMBEDDINGS, "input_ids", "embedded")
+        graph = GraphWriter(name, self.weights, lambda weight: self.tensors[weight], self.matrices)
+        embedded = begin(graph, rows, width=config.embedding_width, head_width=config.head_width)
         if entry:
             graph.input("taps", [rows.count, config.m * config.embedding_width])
             state = self.matrices.product(graph, "taps", f"{DRAFT}projection.weight", "projected")
@@ -176,8 +168,7 @@ class Draft:
         graph.output(state, [rows.count, config.width])
         last, count = state, rows.count
         if not every_row:
-            graph.input("logit_row", [1], TensorProto.INT64)
-            last, count = graph.node("Gather", [state, "logit_row"], f"{DRAFT}last.row", axis=0), 1
+            last, count = selected_row(graph, state, rows, f"{DRAFT}last.row"), 1
         final = rms_norm(graph, last, f"{DRAFT}final_norm.weight", config.norm_eps, f"{DRAFT}final")
         self.matrices.product(graph, final, f"{DRAFT}head.weight", "logits")
         graph.output("logits", [count, config.draft_vocab_size])
@@ -210,29 +201,11 @@ class Draft:
         return graph.node("Add", [f"{prefix}residual", lowered], result)
 
 
-class _DraftWriter(GraphWriter):
-    """A draft's graph, whose lookup alone names the target's weights file."""
-
-    def __init__(self, name: str, draft: Draft) -> None:
-        super().__init__(name, draft.weights, lambda weight: _read(draft, weight), draft.matrices)
-        self._target = draft.target_weights
-
-    def file_of(self, name: str) -> WeightFile:
-        """The file that a weight lies in."""
-        return self._target if name.startswith(EMBEDDINGS) else self.weights
-
-
-def _read(draft: Draft, name: str) -> Floats:
-    if name == EMBEDDINGS:
-        return draft.source.read(name)
-    return np.asarray(draft.tensors[name], np.float32)
-
-
 def draft_tensors(draft: LoadedDraft) -> dict[str, Floats]:
     """A draft's weights under the names that a target's have: the fused qkv as three matrices, blocks by number."""
     config, tensors = draft.config, draft.tensors
     found = {
-        f"{DRAFT}{name}.weight": tensors[f"{name}.weight"]
+        f"{DRAFT}{name}.weight": tensors[f"{name}.weight"].astype(np.float32)
         for name in ("projection", "embed_norm", "final_norm", "head")
     }
     queries, pairs = config.heads * config.head_width, config.kv_heads * config.head_width

@@ -18,10 +18,10 @@ import onnx
 from numpy.typing import NDArray
 
 from elsi_edge.errors import ModelError
-from elsi_edge.export.static_graph import Floats, GraphWriter
+from elsi_edge.export.static_graph import Floats, GraphWriter, WeightFile
 from elsi_edge.runtime.options import SessionSettings
 from elsi_edge.runtime.ort import open_session
-from elsi_edge.runtime.static_cache import RowGraph, StaticCache
+from elsi_edge.runtime.static_cache import RowGraph, StaticCache, Tables
 
 ActivationBits = Literal[8, 16]
 Ranges = Mapping[str, tuple[float, float]]  # by value: smallest and largest seen
@@ -40,22 +40,24 @@ class QdqMatrices:
     ranges: Ranges
     activation_bits: ActivationBits
 
+    def write_table(self, table: Floats, name: str, stem: Path, weights: WeightFile) -> None:
+        """STEM.npy, int8, and STEM-scales.npy [V]."""
+        for part, file, kind in (
+            (packed(table), stem.with_suffix(".npy"), "int8"),
+            (scales_of(table), stem.with_name(f"{stem.name}-scales.npy"), "scale"),
+        ):
+            np.save(file, part, allow_pickle=False)
+            weights.adopt(f"{name}.{kind}", file)
+
     def product(self, graph: GraphWriter, source: str, weight: str, result: str) -> str:
         """A Gemm between a dequantised activation and a dequantised weight, its result quantised again."""
-        packed, scale = _packed(graph, weight)
-        matrix = graph.node("DequantizeLinear", [packed, scale], f"{weight}.dequantised", axis=0)
+        matrix = graph.weight(f"{weight}.int8", lambda: packed(graph.read(weight)))
+        scale = graph.weight(f"{weight}.scale", lambda: scales_of(graph.read(weight)))
+        zero = graph.weight(f"{weight}.zero", lambda: np.zeros(len(graph.read(weight)), np.int8))
+        matrix = graph.node("DequantizeLinear", [matrix, scale, zero], f"{weight}.dequantised", axis=0)
         read = self._quantised(graph, source)
         graph.node("Gemm", [read, matrix], f"{result}.exact", transB=1)
         return self._quantised(graph, f"{result}.exact", result)
-
-    def lookup(self, graph: GraphWriter, table: str, ids: str, result: str) -> str:
-        """Rows of the int8 table, each times its scale."""
-        packed, scale = _packed(graph, table)
-        graph.node("Gather", [packed, ids], f"{result}.int8", axis=0)
-        graph.node("Cast", [f"{result}.int8"], f"{result}.float", to=onnx.TensorProto.FLOAT)
-        graph.node("Gather", [scale, ids], f"{result}.scales", axis=0)
-        graph.node("Unsqueeze", [f"{result}.scales", graph.constant([1], np.int64)], f"{result}.scale")
-        return graph.node("Mul", [f"{result}.float", f"{result}.scale"], result)
 
     def _quantised(self, graph: GraphWriter, source: str, result: str | None = None) -> str:
         """`source` rounded to its levels; the range is that of `result`, or of `source` itself."""
@@ -76,24 +78,22 @@ def levels(limits: tuple[float, float], kind: type[np.generic]) -> tuple[float, 
     return float(np.float32(scale)), int(np.clip(round(-low / scale), 0, most))
 
 
-def _packed(graph: GraphWriter, weight: str) -> tuple[str, str]:
-    """The int8 matrix and its scales [out], by rows."""
+def scales_of(weight: Floats) -> Floats:
+    """Scales [out] that spread int8 over the rows of [out, in]."""
+    largest: Floats = np.abs(weight).max(axis=1)
+    return np.maximum(largest / np.float32(_LARGEST), np.float32(1e-12))
 
-    def scales() -> Floats:
-        largest: Floats = np.abs(graph.read(weight)).max(axis=1)
-        return np.maximum(largest / np.float32(_LARGEST), np.float32(1e-12))
 
-    def packed() -> NDArray[np.int8]:
-        rounded: Floats = np.clip(np.rint(graph.read(weight) / scales()[:, None]), -_LARGEST, _LARGEST)
-        return rounded.astype(np.int8)
-
-    return graph.weight(f"{weight}.int8", packed), graph.weight(f"{weight}.scale", scales)
+def packed(weight: Floats) -> NDArray[np.int8]:
+    """The int8 matrix: rows over their scales, to the nearest."""
+    rounded: Floats = np.clip(np.rint(weight / scales_of(weight)[:, None]), -_LARGEST, _LARGEST)
+    return rounded.astype(np.int8)
 
 
 class Ranging:
     """A float graph that also yields what its products read and yield, to see their ranges."""
 
-    def __init__(self, graph: GraphWriter, directory: Path, cache: StaticCache) -> None:
+    def __init__(self, graph: GraphWriter, directory: Path, cache: StaticCache, tables: Tables) -> None:
         """Write the graph into `directory`, where its weights lie, and open it."""
         model = onnx.shape_inference.infer_shapes(graph.model())
         known = {value.name: value for value in (*model.graph.value_info, *model.graph.output, *model.graph.input)}
@@ -104,7 +104,7 @@ class Ranging:
         )
         path = directory / f"{graph.name}.ranges.onnx"
         path.write_bytes(model.SerializeToString())
-        self.rows = RowGraph(open_session(path, SessionSettings()), cache)
+        self.rows = RowGraph(open_session(path, SessionSettings()), cache, tables)
         path.unlink()
         self.ranges: dict[str, tuple[float, float]] = {}
 
@@ -127,7 +127,7 @@ class Ranging:
 def range_target(graph: GraphWriter, work: Path, texts: Sequence[Sequence[int]]) -> tuple[Ranges, list[Floats]]:
     """Ranges of a target's activations over token sequences, and the taps [T, M*E] of each (none without a tap)."""
     cache = _cache_for(graph)
-    ranging = Ranging(graph, work, cache)
+    ranging = Ranging(graph, work, cache, Tables.load(work, "target"))
     rows, found = ranging.rows, list[Floats]()
     for ids in texts:
         cache.truncate(0)
@@ -151,8 +151,8 @@ def range_draft(
     entry: GraphWriter, level: GraphWriter, work: Path, texts: Sequence[Sequence[int]], taps: Sequence[Floats]
 ) -> Ranges:
     """Ranges of a draft's activations over entries, and over one node after each entry on the draft's own state."""
-    cache = _cache_for(entry)
-    entries, nodes = Ranging(entry, work, cache), Ranging(level, work, cache)
+    cache, tables = _cache_for(entry), Tables.load(work, "draft")
+    entries, nodes = Ranging(entry, work, cache, tables), Ranging(level, work, cache, tables)
     for ids, states in zip(texts, taps, strict=True):
         cache.truncate(0)
         for start in range(0, len(ids) - 2, entries.rows.count):

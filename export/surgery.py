@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import onnx_ir as ir
 
 from elsi_edge.errors import ModelError
@@ -250,6 +251,14 @@ def _set_input(node: ir.Node, index: int, value: ir.Value) -> None:
     if len(node.inputs) <= index:
         node.resize_inputs(index + 1)
     node.replace_input_with(index, value)
+
+
+def initializer(model: ir.Model, name: str, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> ir.Value:
+    """A new weight of the graph."""
+    tensor = ir.tensor(array, name=name)
+    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    model.graph.register_initializer(value)
+    return value
 
 
 def constant(model: ir.Model, name: str, values: list[int]) -> ir.Value:

@@ -68,9 +68,9 @@ def _zeros(shape: tuple[int, ...]) -> NDArray[np.float32]:
     From the heap, buffers that grow leave holes: 1,000 tokens then took up to twice their bytes.
     """
     size = 4 * math.prod(shape)
-    pages = (
-        mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MAP_PRIVATE")
-        else mmap.mmap(-1, size)
-    )
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    try:
+        pages = mmap.mmap(-1, size, **private)
+    except OSError as error:
+        raise MemoryError(f"no {size} bytes for keys and values") from error
     return np.frombuffer(pages, np.float32).reshape(shape)

@@ -209,9 +209,12 @@ def read_bandwidth(threads: int, *, seconds: float) -> float:
         return source.nbytes / min(_repeat(look, seconds)) / 1e9
 
 
-def matrix_peak(bits: int, threads: int, *, seconds: float) -> float:
-    """GFLOP/s (2 per multiply-add) of a large product with weights of so many bits, in ONNX Runtime on the CPU."""
-    session, _ = matrix_session(_MATRIX, _MATRIX, bits=bits, threads=threads)
+def matrix_peak(bits: int, threads: int, *, seconds: float, native: bool = False) -> float:
+    """GFLOP/s (2 per multiply-add) of a large product with weights of so many bits, in ONNX Runtime on the CPU.
+
+    With `native` by this package's operator. Raises ProviderError where that cannot run.
+    """
+    session, _ = matrix_session(_MATRIX, _MATRIX, bits=bits, threads=threads, native=native)
     rows = np.random.default_rng(0).standard_normal((_MATRIX // 2, _MATRIX)).astype(np.float32)
     work = 2.0 * len(rows) * _MATRIX * _MATRIX
     return work / min(_repeat(lambda: session.run(None, {"x": rows}), seconds)) / 1e9

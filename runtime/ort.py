@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from elsi_edge.errors import BundleError, ProviderError, UsageError
+from elsi_edge.errors import BundleError, ProviderError, StorageError, UsageError
 from elsi_edge.machine import cores
 from elsi_edge.runtime import plugins
 from elsi_edge.runtime.kv_cache import KvCache
@@ -83,6 +83,10 @@ def open_graph(path: Path, options: ort.SessionOptions, settings: SessionSetting
         raise
     except Exception as error:  # ONNX Runtime raises several unrelated types
         line = str(error).splitlines()[0]
+        if _is_memory(line):
+            raise StorageError(
+                f"too little memory to load {path} ({line}); `bench --memory-limit` finds how much would do"
+            ) from error
         raise BundleError(f"ONNX Runtime cannot load {path}: {line}; export the bundle again") from error
     if provider not in session.get_providers():
         raise ProviderError(
@@ -161,9 +165,14 @@ class BoundGraph:
             self.session.run_with_iobinding(self._binding)
         except RuntimeError as error:
             said = " ".join(str(error).split())
-            if "allocat" in said or "bad_alloc" in said:
+            if _is_memory(said):
                 raise MemoryError(said) from error
             raise BundleError(f"a graph of this bundle cannot be run ({said}); export the bundle again") from error
+
+
+def _is_memory(said: str) -> bool:
+    """Whether ONNX Runtime's words mean that memory ran out."""
+    return "allocat" in said or "bad_alloc" in said
 
 
 class Scratch:

@@ -61,7 +61,7 @@ class GenerationResult:
     warnings: tuple[str, ...] = ()
     timings: Timings = field(default_factory=Timings)
     round_tokens: tuple[int, ...] = ()  # tokens that each round after the first token brought
-    round_ms: tuple[float, ...] = ()  # and what it took, from the round before, text and whoever reads a stream included
+    round_ms: tuple[float, ...] = ()  # and what it took from the one before, with text and whoever reads a stream
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import onnxruntime as ort
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from elsi_edge.errors import BundleError
 from elsi_edge.runtime.ort import BoundGraph
 
+EMBEDDING_STEM = "target-embeddings"
 HIDDEN = -30_000.0  # added to the score of a slot that a row does not see; float16 holds it, and its exponential is 0
 
 
@@ -57,19 +60,61 @@ class StaticCache:
         return sum(array.nbytes for array in (*self.keys, *self.values))
 
 
-class RowGraph:
-    """A graph of T rows whose buffers are bound once; rows that a call does not need are padded."""
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """What the runtime looks up for the graphs: embeddings of tokens, rotations of positions."""
 
-    def __init__(self, session: ort.InferenceSession, cache: StaticCache) -> None:
-        self._graph = BoundGraph(session)
+    embeddings: NDArray[Any]  # [V, E] float32, or int8 with scales
+    scales: NDArray[np.float32] | None  # [V] of int8 embeddings
+    rotary: NDArray[np.float32]  # [2, context, D] cosines, and sines that carry the sign of the first half
+
+    @classmethod
+    def load(cls, directory: Path, part: str) -> Self:
+        """The tables of a part, "target" or "draft". Raises BundleError for a file that is missing or odd."""
+        scales = directory / f"{EMBEDDING_STEM}-scales.npy"
+        return cls(
+            embeddings=_load(directory / f"{EMBEDDING_STEM}.npy", 2),
+            scales=_load(scales, 1) if scales.is_file() else None,
+            rotary=_load(directory / rotary_file(part), 3),
+        )
+
+    def embed(self, tokens: Sequence[int], out: NDArray[np.float32]) -> None:
+        """Embeddings [n, E] of tokens into `out`."""
+        out[...] = self.embeddings[tokens]
+        if self.scales is not None:
+            out *= self.scales[tokens, None]
+
+
+def rotary_file(part: str) -> str:
+    """Name of the table of rotations of a part, "target" or "draft"."""
+    return "target-rotary.npy" if part == "target" else "draft.rotary.npy"
+
+
+def _load(file: Path, rank: int) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{file} cannot be read ({error}); export the bundle again") from error
+    if array.ndim != rank:
+        raise BundleError(
+            f"{file} has the shape {list(array.shape)}, {rank} axes are expected; export the bundle again"
+        )
+    return array
+
+
+class RowGraph:
+    """A graph of T rows whose buffers are bound once; rows that a call does not need are padded with zeros."""
+
+    def __init__(self, session: ort.InferenceSession, cache: StaticCache, tables: Tables) -> None:
+        self._graph, self._tables = BoundGraph(session), tables
         shapes = {name: _fixed(name, value.shape) for name, value in self._graph.inputs.items()}
-        if {"input_ids", "mask", "past.0.key"} - set(shapes) or shapes["mask"][-1] != cache.capacity:
+        if {"embedded", "mask", "past.0.key"} - set(shapes) or shapes["mask"][-1] != cache.capacity:
             raise BundleError(
                 f"a graph of this bundle is not over a cache of {cache.capacity} slots, as its manifest says; "
                 "export again"
             )
-        self.count = shapes["input_ids"][0]  # T
-        self.inputs: dict[str, NDArray[Any]] = {}
+        self.count = shapes["embedded"][0]  # T
+        self.inputs: dict[str, NDArray[np.float32]] = {}
         for name, shape in shapes.items():
             if name.startswith("past."):
                 block, kind = int(name.split(".")[1]), name.split(".")[2]
@@ -77,8 +122,7 @@ class RowGraph:
                 if array.shape != tuple(shape):
                     raise BundleError(f"{name} is {list(shape)}, the manifest says {list(array.shape)}; export again")
             else:
-                dtype = np.int64 if "int64" in self._graph.inputs[name].type else np.float32
-                array = self.inputs[name] = np.zeros(shape, dtype)
+                array = self.inputs[name] = np.zeros(shape, np.float32)
             self._graph.bind_input(name, array)
         self.outputs: dict[str, NDArray[np.float32]] = {}
         for name, value in self._graph.outputs.items():
@@ -90,20 +134,25 @@ class RowGraph:
     ) -> None:
         """One call over rows for `tokens` [n], n at most T, at `positions` [n].
 
-        Row i is written to slot at + i. It sees the first `length` slots, and of those after them what `seen` [n, W]
-        says.
+        Row i is written to slot at + i; a graph that yields one row of logits yields the last one's. A row sees the first `length` slots, and
+        of those after them what `seen` [n, W] says.
         """
         count, inputs = len(tokens), self.inputs
         if count > self.count:
             raise ValueError(f"{count} rows, but the graph has {self.count}")
-        inputs["input_ids"][:count], inputs["input_ids"][count:] = tokens, 0
-        inputs["position_ids"][:count], inputs["position_ids"][count:] = positions, 0
+        self._tables.embed(tokens, inputs["embedded"][:count])
+        inputs["embedded"][count:] = 0.0
+        for name, table in zip(("cos", "sin"), self._tables.rotary, strict=True):
+            inputs[name][0, 0, :count] = table[positions]
         mask, write = inputs["mask"][0, 0], inputs["write"][0, 0]
         mask[...] = HIDDEN
         mask[:count, :length] = 0.0
         mask[:count, length : length + seen.shape[1]][seen] = 0.0
         write[...] = 0.0
         write[np.arange(count), at + np.arange(count)] = 1.0
+        if "select" in inputs:
+            inputs["select"][...] = 0.0
+            inputs["select"][0, count - 1] = 1.0
         self._graph.run()
 
 

@@ -11,7 +11,7 @@ from elsi_edge.bundle import Bundle
 from elsi_edge.runtime.draft import DraftStep, log_softmax
 from elsi_edge.runtime.options import SessionSettings
 from elsi_edge.runtime.ort import open_session
-from elsi_edge.runtime.static_cache import RowGraph, StaticCache
+from elsi_edge.runtime.static_cache import RowGraph, StaticCache, Tables
 
 
 class StaticDraft:
@@ -25,6 +25,7 @@ class StaticDraft:
         config: DraftConfig,
         context: int,
         draft_to_target_ids: NDArray[np.int64],
+        tables: Tables,
     ) -> None:
         self.config = config
         self.draft_to_target_ids = draft_to_target_ids  # [U] absolute target ids
@@ -32,7 +33,7 @@ class StaticDraft:
         self.cache = StaticCache(
             blocks=config.depth, kv_heads=config.kv_heads, head_width=config.head_width, slots=slots
         )
-        self._entry, self._level = RowGraph(entry, self.cache), RowGraph(level, self.cache)
+        self._entry, self._level = (RowGraph(one, self.cache, tables) for one in (entry, level))
 
     @property
     def length(self) -> int:
@@ -55,7 +56,6 @@ class StaticDraft:
             tokens = next_tokens[start : start + graph.count]
             count = len(tokens)
             graph.inputs["taps"][:count], graph.inputs["taps"][count:] = taps[start : start + count], 0.0
-            graph.inputs["logit_row"][0] = count - 1
             positions = np.arange(cache.length, cache.length + count)
             graph.run(tokens, positions, np.tri(count, dtype=np.bool_), length=cache.length, at=cache.length)
             cache.store(graph, range(count), cache.length)
@@ -98,4 +98,5 @@ def open_static_draft(
         config=config,
         context=bundle.manifest.context,
         draft_to_target_ids=draft_to_target_ids,
+        tables=Tables.load(bundle.directory, "draft"),
     )

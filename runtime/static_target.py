@@ -10,7 +10,7 @@ from elsi_edge.artifacts import ModelShape
 from elsi_edge.bundle import Bundle
 from elsi_edge.runtime.options import SessionSettings
 from elsi_edge.runtime.ort import open_session
-from elsi_edge.runtime.static_cache import RowGraph, StaticCache
+from elsi_edge.runtime.static_cache import RowGraph, StaticCache, Tables
 from elsi_edge.runtime.target import TargetStep
 from elsi_edge.runtime.tree import Tree
 
@@ -29,12 +29,13 @@ class StaticTarget:
         shape: ModelShape,
         tap_width: int,
         context: int,
+        tables: Tables,
     ) -> None:
         self.cache = StaticCache(
             blocks=shape.blocks, kv_heads=shape.kv_heads, head_width=shape.head_width, slots=context
         )
         self.vocab_size, self.tap_width = shape.vocab_size, tap_width
-        self._prefill, self._verify = RowGraph(prefill, self.cache), RowGraph(verify, self.cache)
+        self._prefill, self._verify = (RowGraph(one, self.cache, tables) for one in (prefill, verify))
 
     @property
     def rows(self) -> int:
@@ -59,7 +60,6 @@ class StaticTarget:
         graph = self._prefill
         for start in range(0, len(token_ids), graph.count):
             block = token_ids[start : start + graph.count]
-            graph.inputs["logit_row"][0] = len(block) - 1
             self._run(graph, Tree.chain(block[1:]), block[0])
             if self.tap_width:
                 taps[start : start + len(block)] = graph.outputs["taps"][: len(block)]
@@ -101,4 +101,5 @@ def open_static_target(bundle: Bundle, settings: SessionSettings) -> StaticTarge
         shape=manifest.shape,
         tap_width=manifest.tap_width,
         context=manifest.context,
+        tables=Tables.load(bundle.directory, "target"),
     )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-import jsonschema
 import pytest
 
 from elsi_edge.artifacts import to_plain
@@ -16,7 +15,7 @@ from elsi_edge.runtime.bench import limits, memory
 from elsi_edge.runtime.bench.limits import Kind, find_smallest, limiter
 from elsi_edge.runtime.bench.memory import measure_memory, one_tap
 from elsi_edge.runtime.options import SessionSettings
-from tests.test_bench_figures import schema
+from tests.test_bench_figures import validate_part
 
 SETTINGS = SessionSettings(threads=1)
 TAKES = 60 << 20  # bytes that the stand-in for a child takes beside the interpreter
@@ -63,7 +62,7 @@ def test_the_smallest_limit_is_found_from_above_and_below(
     )
     wanted = "exit code 1: MemoryError" if kind == "rlimit-data" else "killed by the limit"
     assert wanted in {trial.why for trial in failed}
-    jsonschema.validate(json.loads(json.dumps(to_plain(report))), schema()["properties"]["memory_limit"])
+    validate_part(to_plain(report), "#/properties/memory_limit")
 
 
 def test_groups_are_gone_afterwards() -> None:

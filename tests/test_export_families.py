@@ -116,3 +116,23 @@ def test_attention_that_would_be_wrong_is_refused_at_once(
     source = resolve(str(family_model(tmp_path / "model", family, **changes)))
     with pytest.raises(ModelError, match=said):
         export_bundle(source, tmp_path / "bundle", ExportSettings(precision="fp32"), draft=None)
+
+
+def test_an_embedding_of_its_own_is_stored_in_a_quarter(tmp_path: Path) -> None:
+    import onnx_ir as ir
+
+    source = resolve(str(family_model(tmp_path / "m", "llama", tie_word_embeddings=False, vocab_size=4096)))
+    sizes = {}
+    for precision in ("fp32", "int8"):
+        bundle = tmp_path / precision
+        manifest = export_bundle(source, bundle, ExportSettings(precision=precision), draft=None)
+        sizes[precision] = sum(e.bytes for name, e in manifest.files.items() if name.startswith("target.weights"))
+    nodes = {node.op_type: node for node in ir.load(bundle / "target-tree.onnx").graph}
+    table = nodes["GatherBlockQuantized"].inputs[0]
+    assert "Gather" not in {
+        node.op_type for node in ir.load(bundle / "target-chain.onnx").graph if "embed" in node.name
+    }
+    assert table is not None and table.shape is not None and list(table.shape) == [4096, 64]
+    # Table and lm_head are nearly all of this model: a byte and an eighth for four.
+    assert sizes["int8"] < 0.3 * sizes["fp32"]
+    assert manifest.parity["divergence_nats"] < 0.05

@@ -152,7 +152,11 @@ def _roofline_lines(value: Mapping[str, Any]) -> Iterator[str]:
     roofline = value["roofline"]
     if roofline is not None:
         peaks = ", ".join(f"{name} {peak:.0f} GOP/s" for name, peak in roofline["ceilings"]["gop_per_s"].items())
-        yield f"machine: copy {roofline['ceilings']['copy_gb_per_s']:.1f} GB/s, matrix products {peaks}"
+        ceilings = roofline["ceilings"]
+        yield (
+            f"machine: copy {ceilings['copy_gb_per_s']:.1f} GB/s, reading {ceilings['read_gb_per_s']:.1f} GB/s, matrix "
+            f"products {peaks}"
+        )
         yield from roofline["words"]
 
 

@@ -1,6 +1,7 @@
 """A bench report as one HTML page that needs nothing beside it. Runs on the device, so without matplotlib."""
 
 import importlib.resources
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -130,7 +131,7 @@ def _ratios(answers: Sequence[Mapping[str, Any]]) -> Chart | None:
 
 def chart(xs: Sequence[float], lines: Mapping[str, Sequence[float]], *, x_name: str, y_name: str) -> Chart:
     """Curves over common places; both axes start at 0."""
-    right, top = max(xs), max(max(values) for values in lines.values()) or 1.0
+    right, top = _round_up(max(xs)), _round_up(max(max(values) for values in lines.values()) or 1.0)
 
     def at(x: float, y: float) -> tuple[float, float]:
         across, up = (_WIDTH - 2 * _MARGIN) * x / right, (_HEIGHT - 2 * _MARGIN) * y / top
@@ -148,3 +149,9 @@ def chart(xs: Sequence[float], lines: Mapping[str, Sequence[float]], *, x_name: 
         x_name=x_name,
         y_name=y_name,
     )
+
+
+def _round_up(value: float) -> float:
+    """The next number that cut into four gives labels one likes to read."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(step * power for step in (1.0, 1.2, 1.6, 2.0, 2.4, 3.2, 4.0, 6.0, 8.0, 10.0) if value <= step * power)
