@@ -1,7 +1,8 @@
 """The second, tiny graph of a bundle: the stock one with the native operators' names in it, over the same weights.
 
 MatMulNBits with 4- or 8-bit weights in symmetric blocks of 32 becomes MatMulBlocks, and SiLU(product) * product
-GatedBlocks; what does not fit stays as it is.
+GatedBlocks; a residual sum with its norm that one of these alone reads is folded into it (NormMatMulBlocks,
+NormGatedBlocks). What does not fit stays as it is.
 GroupQueryAttention becomes TreeAttention: in place of mask, positions and lengths the graph takes `cached` [1] int32,
 the slots in use, and `parents` [T] int64, the row of each row's parent, -1 where its parent is the last cached token.
 Where rows follow those of earlier calls that are not among the cached, `parents` [W] begins with the parents of those.
@@ -21,6 +22,7 @@ _log = logging.getLogger(__name__)
 
 DOMAIN = "elsi.edge"  # as elsi_edge.runtime.native_ops has it; the rooms do not import each other
 _EXTRA_INPUTS = slice(3, None)  # of MatMulNBits: zero points, g_idx, bias
+_SKIP_NORM, _SUM = "SkipSimplifiedLayerNormalization", 3  # and which of its outputs is the sum before the norm
 _SIZES = ("K", "N", "bits", "block_size")  # attributes of both kinds of product
 _TREE_WIRES = (0, 1)  # of GroupQueryAttention's inputs from the 10th on: positions and mask, which parents stand for
 _STOCK_INPUTS = ("seqlens_k", "total_sequence_length", "position_ids", "attention_bias")
@@ -32,6 +34,7 @@ class NativeChange:
 
     products: int  # MatMulNBits nodes, those of gated pairs included
     gated: int  # pairs of products, SiLU of one times the other, that became GatedBlocks
+    normed: int  # norms that were folded into the product that reads them
     left: int  # MatMulNBits nodes that do not fit
 
 
@@ -61,8 +64,9 @@ def use_native_products(model: ir.Model) -> NativeChange:
     for node in model.graph:
         if node.op_type == "MatMulNBits" and _fits(node):
             _replace(model, node)
+    normed = sum(_fold_norm(model, node) for node in list(model.graph) if node.op_type == _SKIP_NORM)
     model.opset_imports[DOMAIN] = 1
-    return NativeChange(products=len(fitting), gated=gated, left=len(products) - len(fitting))
+    return NativeChange(products=len(fitting), gated=gated, normed=normed, left=len(products) - len(fitting))
 
 
 def _replace_gated(model: ir.Model, node: ir.Node) -> bool:
@@ -83,6 +87,37 @@ def _replace_gated(model: ir.Model, node: ir.Node) -> bool:
     wires = [*gate.inputs[:3], *up.inputs[1:3]]
     _swap(model, node, ir.node("GatedBlocks", wires, attributes=sizes, domain=DOMAIN, name=node.name))
     for dead in (silu, sigmoid, gate, up):
+        model.graph.remove(dead, safe=True)
+    return True
+
+
+def _fold_norm(model: ir.Model, norm: ir.Node) -> bool:
+    """Let the one product that reads a residual sum's norm compute both: two dispatches a block less."""
+    normed, *middle, total = [*norm.outputs, *[None] * (_SUM + 1 - len(norm.outputs))]
+    assert normed is not None
+    readers = normed.uses()
+    if len(norm.inputs) != 3 or len(readers) != 1 or any(value is not None and value.uses() for value in middle):
+        return False
+    product, place = next(iter(readers))
+    if product.op_type not in ("MatMulBlocks", "GatedBlocks") or place != 0 or normed in model.graph.outputs:
+        return False
+    attributes = {name: _integer(product, name, 0) for name in _SIZES}
+    folded = ir.node(
+        f"Norm{product.op_type}",
+        [*norm.inputs, *product.inputs[1:]],
+        attributes={**attributes, "epsilon": _number(norm, "epsilon")},
+        domain=DOMAIN,
+        num_outputs=2,
+        name=product.name,
+    )
+    # Where the norm stood: what reads the sum may come before the product.
+    model.graph.insert_before(norm, folded)
+    _take_over(model, product.outputs[0], folded.outputs[0])
+    if total is None:
+        folded.outputs[1].name = f"{norm.name}/sum"
+    else:
+        _take_over(model, total, folded.outputs[1])
+    for dead in (product, norm):
         model.graph.remove(dead, safe=True)
     return True
 
@@ -151,13 +186,18 @@ def _swap(model: ir.Model, node: ir.Node, native: ir.Node) -> None:
     """Put one node in the place of another with as many outputs."""
     model.graph.insert_before(node, native)
     for old, new in zip(node.outputs, native.outputs, strict=True):
-        new.name, new.shape, new.type = old.name, old.shape, old.type
-        for use in list(old.uses()):
-            use.node.replace_input_with(use.idx, new)
-        for index, output in enumerate(model.graph.outputs):
-            if output is old:
-                model.graph.outputs[index] = new
+        _take_over(model, old, new)
     model.graph.remove(node, safe=True)
+
+
+def _take_over(model: ir.Model, old: ir.Value, new: ir.Value) -> None:
+    """Let `new` be all that `old` was: its name, what reads it, an output of the graph."""
+    new.name, new.shape, new.type = old.name, old.shape, old.type
+    for use in list(old.uses()):
+        use.node.replace_input_with(use.idx, new)
+    for index, output in enumerate(model.graph.outputs):
+        if output is old:
+            model.graph.outputs[index] = new
 
 
 def _integer(node: ir.Node, name: str, default: int) -> int:

@@ -19,9 +19,9 @@ from elsi_edge.errors import ModelError, UsageError
 from elsi_edge.export import moments, static_check
 from elsi_edge.export.draft_graph import rotary_tables as draft_rotary_tables
 from elsi_edge.export.pipeline import check_request, disk_needed, require_same_target
-from elsi_edge.export.static_graph import FloatMatrices, GraphWriter, Matrices, Rows, WeightFile, rotary_table
+from elsi_edge.export.static_graph import FloatMatrices, GraphWriter, Matrices, Ranges, Rows, WeightFile, rotary_table
 from elsi_edge.export.static_models import EMBEDDINGS, Draft, SourceWeights, Target, draft_tensors, require_static
-from elsi_edge.export.static_quantise import ActivationBits, QdqMatrices, Ranges, range_draft, range_target
+from elsi_edge.export.static_quantise import ActivationBits, QdqMatrices, range_draft, range_target
 from elsi_edge.fsio import require_free
 from elsi_edge.models import SourceModel, read_source
 from elsi_edge.runtime.options import MAX_DRAFT_NODES
@@ -113,16 +113,15 @@ class _Making:
         """Graphs, weights and text files into the writer's directory; the manifest without what a check measures."""
         settings, source, draft, out = self.settings, self.source, self.draft, writer.directory
         weights = SourceWeights(source.directory, source.shape, self.context)
-        quantised = settings.precision == "int8"
-        target_ranges, draft_ranges = self._calibrate(weights, out / "work") if quantised else ({}, {})
+        target_ranges, draft_ranges = self._calibrate(weights, out / "work")
         self.say(f"writing the static {settings.precision} graphs")
-        target = self._target(weights, out, self._matrices(target_ranges))
+        target = self._target(weights, out, self._matrices(target_ranges), target_ranges)
         graphs: dict[GraphRole, GraphWriter] = {
             "static-prefill": target.graph("target-prefill", self._rows(settings.prefill_rows), every_row=False),
             "static-verify": target.graph("target-verify", self._rows(settings.verify_rows), every_row=True),
         }
         if draft is not None:
-            graphs |= self._draft_graphs(draft, out, self._matrices(draft_ranges))
+            graphs |= self._draft_graphs(draft, out, draft_ranges)
             np.save(out / DRAFT_VOCAB_FILE, draft.draft_to_target_ids, allow_pickle=False)
         for graph in graphs.values():
             save_checked(graph.model(), out / f"{graph.name}.onnx")
@@ -138,42 +137,42 @@ class _Making:
             return FloatMatrices()
         return QdqMatrices(ranges=ranges, activation_bits=self.settings.activation_bits)
 
-    def _target(self, weights: SourceWeights, place: Path, matrices: Matrices) -> Target:
+    def _target(self, weights: SourceWeights, place: Path, matrices: Matrices, ranges: Ranges) -> Target:
         selection = None if self.draft is None else self.draft.config.selection
         file = WeightFile(place / "target.weights")
         matrices.write_table(weights.read(EMBEDDINGS), EMBEDDINGS, place / EMBEDDING_STEM, file)
         np.save(place / rotary_file("target"), weights.rotary, allow_pickle=False)
-        return Target(source=weights, weights=file, matrices=matrices, selection=selection)
+        return Target(source=weights, weights=file, matrices=matrices, selection=selection, ranges=ranges)
 
     def _level_rows(self) -> int:
         return max(1, min(_WIDEST_LEVEL, self.settings.verify_rows // 2))
 
-    def _draft_graphs(self, draft: LoadedDraft, place: Path, matrices: Matrices) -> dict[GraphRole, GraphWriter]:
-        written = self._draft(draft, place, matrices)
+    def _draft_graphs(self, draft: LoadedDraft, place: Path, ranges: Ranges) -> dict[GraphRole, GraphWriter]:
+        written = self._draft(draft, place, self._matrices(ranges), ranges)
         entry, level = self._rows(self.settings.verify_rows, draft=True), self._rows(self._level_rows(), draft=True)
         return {
             "static-entry": written.graph("draft.entry", entry, entry=True, every_row=False),
             "static-level": written.graph("draft.level", level, entry=False, every_row=True),
         }
 
-    def _draft(self, draft: LoadedDraft, place: Path, matrices: Matrices) -> Draft:
+    def _draft(self, draft: LoadedDraft, place: Path, matrices: Matrices, ranges: Ranges) -> Draft:
         tables = draft_rotary_tables(draft.config)
         np.save(place / rotary_file("draft"), rotary_table(*tables), allow_pickle=False)
         file = WeightFile(place / "draft.weights")
-        return Draft(config=draft.config, tensors=draft_tensors(draft), weights=file, matrices=matrices)
+        return Draft(config=draft.config, tensors=draft_tensors(draft), weights=file, matrices=matrices, ranges=ranges)
 
     def _calibrate(self, weights: SourceWeights, work: Path) -> tuple[Ranges, Ranges]:
         """Ranges of the target's and the draft's activations, from float graphs in `work`, which is deleted."""
         work.mkdir()
         texts = [ids[: self.context] for ids in calibration_texts(self.codec)]
         self.say(f"calibrating on {sum(map(len, texts))} tokens")
-        target = self._target(weights, work, FloatMatrices())
+        target = self._target(weights, work, FloatMatrices(), {})
         rows = self._rows(self.settings.prefill_rows)
         ranges, taps = range_target(target.graph("target", rows, every_row=True), work, texts)
         drafted: Ranges = {}
         if self.draft is not None:
             rows = self._rows(self.settings.prefill_rows, draft=True)
-            written = self._draft(self.draft, work, FloatMatrices())
+            written = self._draft(self.draft, work, FloatMatrices(), {})
             entry = written.graph("draft.entry", rows, entry=True, every_row=True)
             level = written.graph("draft.level", rows, entry=False, every_row=True)
             drafted = range_draft(entry, level, work, [ids[: rows.slots // 2] for ids in texts], taps)

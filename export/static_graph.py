@@ -12,6 +12,7 @@ rotations `cos` and `sin` [1, 1, T, D] in tables beside the graphs. QNN's HTP co
 a float table, and one in an int8 table.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +26,11 @@ from onnx import TensorProto, helper, numpy_helper
 OPSET = 21  # the first whose QuantizeLinear takes 16 bits
 _IR = 10
 _ALIGNMENT = 4096  # bytes in a weights file, so that tensors can be mapped
+_SQUARABLE = 128.0  # magnitude up to which values are squared as they are; float16 ends at 256 squared
 _INLINE = 1024  # bytes up to which a constant stays in the graph
 
 Floats = NDArray[np.float32]
+Ranges = Mapping[str, tuple[float, float]]  # by value: smallest and largest that calibration saw
 Read = Callable[[str], Floats]  # a weight by name; matrices are [out, in]
 
 
@@ -82,9 +85,9 @@ class Matrices(Protocol):
 class GraphWriter:
     """One graph in the making; a value's name says what it is, and is the same in graphs of other row counts."""
 
-    def __init__(self, name: str, weights: WeightFile, read: Read, matrices: Matrices) -> None:
-        self.name, self.weights, self.read, self.matrices = name, weights, read, matrices
-        self.observed: list[str] = []  # activations whose ranges quantisation needs
+    def __init__(self, name: str, weights: WeightFile, read: Read, matrices: Matrices, ranges: Ranges) -> None:
+        self.name, self.weights, self.read, self.matrices, self.ranges = name, weights, read, matrices, ranges
+        self.observed: list[str] = []  # activations whose ranges calibration is to see
         self._nodes: list[onnx.NodeProto] = []
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
@@ -187,29 +190,27 @@ def selected_row(graph: GraphWriter, source: str, rows: Rows, result: str) -> st
     return graph.node("MatMul", [graph.input("select", [1, rows.count]), source], result)
 
 
-def rms_norm(graph: GraphWriter, source: str, weight: str, eps: float, result: str) -> str:
+def rms_norm(graph: GraphWriter, source: str, weight: str, eps: float, result: str, *, like: str | None = None) -> str:
     """Root-mean-square norm over the last axis, times `weight`.
 
-    A row is first divided by m = 1 + its largest magnitude, which the norm undoes: squares of massive activations
-    (24,900 in SmolLM2) would overflow the float16 that NPUs compute in. With y = x / m, x / sqrt(mean(x^2) + eps) is
-    y / sqrt(mean(y^2) + eps / m^2).
+    Squares of massive activations (24,900 in SmolLM2) would overflow the float16 that NPUs compute in, so a source that
+    calibration saw beyond _SQUARABLE is first scaled by a power of two, which the norm undoes: exact in floating point.
+    `like` names the value whose range counts, where it is not the source's own.
     """
 
     def own(name: str) -> str:
         return f"{result}.{name}"
 
-    axis = graph.constant([-1], np.int64)
-    graph.node("Abs", [source], own("abs"))
-    graph.node("ReduceMax", [own("abs"), axis], own("largest"), keepdims=1)
-    graph.node("Add", [own("largest"), graph.constant(1.0)], own("divisor"))
-    graph.node("Div", [source, own("divisor")], own("scaled"))
-    graph.node("Mul", [own("scaled"), own("scaled")], own("squared"))
-    graph.node("ReduceMean", [own("squared"), axis], own("mean"), keepdims=1)
-    graph.node("Mul", [own("divisor"), own("divisor")], own("divisor_squared"))
-    graph.node("Div", [graph.constant(eps), own("divisor_squared")], own("eps"))
-    graph.node("Add", [own("mean"), own("eps")], own("sum"))
+    graph.observed.append(source)
+    largest = max((abs(limit) for limit in graph.ranges.get(like or source, ())), default=0.0)
+    scale = 2.0 ** -max(0, math.ceil(math.log2(max(largest, 1.0) / _SQUARABLE)))
+    if scale < 1.0:
+        source = graph.node("Mul", [source, graph.constant(scale)], own("scaled"))
+    graph.node("Mul", [source, source], own("squared"))
+    graph.node("ReduceMean", [own("squared"), graph.constant([-1], np.int64)], own("mean"), keepdims=1)
+    graph.node("Add", [own("mean"), graph.constant(eps * scale**2)], own("sum"))
     graph.node("Sqrt", [own("sum")], own("root"))
-    graph.node("Div", [own("scaled"), own("root")], own("normed"))
+    graph.node("Div", [source, own("root")], own("normed"))
     return graph.node("Mul", [own("normed"), graph.weight(weight)], result)
 
 

@@ -1,7 +1,7 @@
 """A target and a draft as graphs of fixed shape, from the source model's own weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from elsi_edge.export.static_graph import (
     Floats,
     GraphWriter,
     Matrices,
+    Ranges,
     Rows,
     WeightFile,
     attention,
@@ -100,18 +101,19 @@ class Target:
     weights: WeightFile
     matrices: Matrices
     selection: LayerSelection | None
+    ranges: Ranges = field(default_factory=dict)  # of activations; none while they are measured
 
     def graph(self, name: str, rows: Rows, *, every_row: bool) -> GraphWriter:
         """The target over T rows: logits of every row, or of the selected one alone, and the taps of all."""
         source, shape = self.source, self.source.shape
-        graph = GraphWriter(name, self.weights, source.read, self.matrices)
+        graph = GraphWriter(name, self.weights, source.read, self.matrices, self.ranges)
         taps = [begin(graph, rows, width=shape.width, head_width=shape.head_width)]
         for index, block in enumerate(source.blocks):
             taps.append(_target_block(graph, index, taps[-1], block, rows))
         last, count = taps[-1], rows.count
         if not every_row:
             last, count = selected_row(graph, last, rows, "last.row"), 1
-        final = rms_norm(graph, last, "model.norm.weight", shape.norm_eps, "final")
+        final = rms_norm(graph, last, "model.norm.weight", shape.norm_eps, "final", like=taps[-1])
         self.matrices.product(graph, final, source.head, "logits")
         graph.output("logits", [count, shape.vocab_size])
         if self.selection is not None:
@@ -151,11 +153,12 @@ class Draft:
     tensors: Mapping[str, Floats]  # by the names of the target's matrices, see `draft_tensors`
     weights: WeightFile
     matrices: Matrices
+    ranges: Ranges = field(default_factory=dict)
 
     def graph(self, name: str, rows: Rows, *, entry: bool, every_row: bool) -> GraphWriter:
         """Entries read `taps` [R, M*E], nodes `state` [w, E]; predictions after every row, or the selected."""
         config = self.config
-        graph = GraphWriter(name, self.weights, lambda weight: self.tensors[weight], self.matrices)
+        graph = GraphWriter(name, self.weights, lambda weight: self.tensors[weight], self.matrices, self.ranges)
         embedded = begin(graph, rows, width=config.embedding_width, head_width=config.head_width)
         if entry:
             graph.input("taps", [rows.count, config.m * config.embedding_width])
@@ -169,7 +172,7 @@ class Draft:
         last, count = state, rows.count
         if not every_row:
             last, count = selected_row(graph, state, rows, f"{DRAFT}last.row"), 1
-        final = rms_norm(graph, last, f"{DRAFT}final_norm.weight", config.norm_eps, f"{DRAFT}final")
+        final = rms_norm(graph, last, f"{DRAFT}final_norm.weight", config.norm_eps, f"{DRAFT}final", like="next_state")
         self.matrices.product(graph, final, f"{DRAFT}head.weight", "logits")
         graph.output("logits", [count, config.draft_vocab_size])
         return graph

@@ -8,7 +8,7 @@ residual stream, norms, attention and the cache. Massive activations (one coordi
 ONNX Runtime's own `quantize_static` is not used: it writes the weights once for each graph, here all graphs share them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,13 +18,12 @@ import onnx
 from numpy.typing import NDArray
 
 from elsi_edge.errors import ModelError
-from elsi_edge.export.static_graph import Floats, GraphWriter, WeightFile
+from elsi_edge.export.static_graph import Floats, GraphWriter, Ranges, WeightFile
 from elsi_edge.runtime.options import SessionSettings
 from elsi_edge.runtime.ort import open_session
 from elsi_edge.runtime.static_cache import RowGraph, StaticCache, Tables
 
 ActivationBits = Literal[8, 16]
-Ranges = Mapping[str, tuple[float, float]]  # by value: smallest and largest seen
 
 _LARGEST = 127  # of int8 weights, symmetric
 _WIDE = (

@@ -134,8 +134,8 @@ class RowGraph:
     ) -> None:
         """One call over rows for `tokens` [n], n at most T, at `positions` [n].
 
-        Row i is written to slot at + i; a graph that yields one row of logits yields the last one's. A row sees the first `length` slots, and
-        of those after them what `seen` [n, W] says.
+        Row i is written to slot at + i; a graph that yields one row of logits yields the last one's. A row sees the
+        first `length` slots, and of those after them what `seen` [n, W] says.
         """
         count, inputs = len(tokens), self.inputs
         if count > self.count:

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-_TESTS = ("tests/test_native_matrix.py", "tests/test_native_attention.py", "tests/test_native_fuzz.py")
+_TESTS = tuple(f"tests/test_native_{name}.py" for name in ("matrix", "norm", "attention", "fuzz"))
 _FLAGS = ("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared")
 _SANITIZE = "-fsanitize=address,undefined"
 _RUN = (

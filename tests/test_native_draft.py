@@ -43,7 +43,7 @@ def test_one_graph_over_the_stock_ones_weights(tiny_bundle: MakeBundle, precisio
     bundle = Bundle.load(tiny_bundle(precision))
     model = onnx.load(bundle.graph("draft-native"), load_external_data=False)
     kinds = {node.op_type for node in model.graph.node}
-    assert {"MatMulBlocks", "GatedBlocks", "LogSoftmax", "TopK"} <= kinds and not {
+    assert {"MatMulBlocks", "NormGatedBlocks", "LogSoftmax", "TopK"} <= kinds and not {
         "MatMulNBits",
         "Sigmoid",
         "GroupQueryAttention",
