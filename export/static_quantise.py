@@ -80,7 +80,8 @@ def levels(limits: tuple[float, float], kind: type[np.generic]) -> tuple[float, 
 def scales_of(weight: Floats) -> Floats:
     """Scales [out] that spread int8 over the rows of [out, in]."""
     largest: Floats = np.abs(weight).max(axis=1)
-    return np.maximum(largest / np.float32(_LARGEST), np.float32(1e-12))
+    scales: Floats = np.maximum(largest / np.float32(_LARGEST), np.float32(1e-12))
+    return scales
 
 
 def packed(weight: Floats) -> NDArray[np.int8]:

@@ -109,11 +109,10 @@ def product_curve(
 
 
 def _rising(values: Mapping[int, float]) -> dict[str, float]:
-    """A curve by rows: more rows never cost less, whatever noise says."""
-    rows = sorted(values)
-    return {
-        str(count): float(value) for count, value in zip(rows, accumulate((values[r] for r in rows), max), strict=True)
-    }
+    """A curve by rows: fewer rows never cost more, since noise only adds."""
+    rows = sorted(values, reverse=True)
+    least = accumulate((values[count] for count in rows), min)
+    return dict(reversed([(str(count), float(value)) for count, value in zip(rows, least, strict=True)]))
 
 
 def _timed(session: Any, feed: Mapping[str, NDArray[np.float32]]) -> list[float]:

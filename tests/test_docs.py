@@ -12,6 +12,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -21,6 +22,7 @@ import pytest
 
 from elsi_edge.artifacts import DraftConfig, LayerSelection, ModelShape
 from elsi_edge.bundle import BundleManifest, GraphRole
+from elsi_edge.export.recipe import Recipe
 from tests import commands_page
 from tests.cli_run import Run
 
@@ -173,6 +175,11 @@ def test_python_compiles_and_its_imports_exist(page: Path) -> None:
             if isinstance(found, ast.ImportFrom):
                 module = importlib.import_module(found.module or "")
                 assert not [name.name for name in found.names if not hasattr(module, name.name)]
+
+
+def test_recipes_can_be_read() -> None:
+    recipes = [tomllib.loads(body) for page in PAGES for body in blocks(page, "toml")]
+    assert recipes and all(Recipe(**recipe).bits == 4 for recipe in recipes)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

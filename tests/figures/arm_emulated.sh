@@ -5,15 +5,16 @@
 #   bash tests/figures/arm_emulated.sh BUNDLE...
 #
 # As root, on Debian 12 with: mmdebstrap qemu-user-static g++-aarch64-linux-gnu, and Python 3.11 with pip and elsi-edge.
-# Some minutes a bundle. Variables: ROOT (kept between runs), PYTHON, CPU (as qemu names it), TOKENS, ROWS_SECONDS, ONLY
-# (stock or native kernels), SKIP_CLI.
+# Some minutes a bundle. Variables: ROOT (kept between runs), PYTHON, CPU (as qemu names it), TOKENS, NODES, ROWS_SECONDS,
+# ONLY (stock or native kernels), SKIP_CLI.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")/../.." && pwd)
 ROOT=${ROOT:-$(mktemp -d)/root}
 PYTHON=${PYTHON:-python3.11}
 CPU=${CPU:-neoverse-n1}
-TOKENS=${TOKENS:-12}
+TOKENS=${TOKENS:-8}
+NODES=${NODES:-4}
 ROWS_SECONDS=${ROWS_SECONDS:-60}
 ONLY=${ONLY:+--only $ONLY}
 work=$(dirname "$ROOT")/arm-work
@@ -75,9 +76,10 @@ for bundle in "$@"; do
     emulated "$bundle" -m elsi_edge generate /mnt "Name a river." --max-tokens 4 --threads 2
   fi
   # shellcheck disable=SC2086 # ONLY is two words or none
-  "$PYTHON" "$here/tests/figures/arm_tokens.py" "$bundle" --tokens "$TOKENS" $ONLY --out "$work/host.json"
+  "$PYTHON" "$here/tests/figures/arm_tokens.py" "$bundle" --tokens "$TOKENS" --nodes "$NODES" $ONLY --out "$work/host.json"
   # shellcheck disable=SC2086
-  emulated "$bundle" /opt/arm_tokens.py /mnt --tokens "$TOKENS" --rows-seconds "$ROWS_SECONDS" $ONLY --out /tmp/arm.json
+  emulated "$bundle" /opt/arm_tokens.py /mnt --tokens "$TOKENS" --nodes "$NODES" $ONLY \
+    --rows-seconds "$ROWS_SECONDS" --out /tmp/arm.json
   cp "$ROOT/tmp/arm.json" "$work/$(basename "$bundle").json"
   "$PYTHON" "$here/tests/figures/arm_tokens.py" --compare "$work/host.json" "$ROOT/tmp/arm.json" || status=1
 done
