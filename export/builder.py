@@ -24,6 +24,7 @@ from elsi_edge.model_shape import require_family
 
 WEIGHTS_FILE = "target.weights"
 _HEAD_WIDTH = 16  # GroupQueryAttention with rotary embedding refuses anything else
+SLACK = 64  # positions beyond the context: a verification's rows that do not count
 _ROTARY = ("default", "llama3")  # rules of scaling that were compared with transformers
 _WINDOWED = ("mistral", "phi3")  # whose classes use a sliding_window without being told to
 _ALIGNMENT = 65536  # of large tensors, so that they can be mapped into memory
@@ -68,11 +69,12 @@ def build_base_graph(
     recipe: Recipe,
     work: Path,
     *,
+    context: int,
     moments: Callable[[Path], Moments] | None = None,
 ) -> Mapping[int, int]:
     """Build the fused graph base.onnx in `work`, its weights in one file, `WEIGHTS_FILE`, beside it.
 
-    `work` is a directory of the caller, which holds the float32 intermediate too, so that no other disk fills.
+    The tables of angles reach to `context` tokens. `work` is a directory of the caller, which holds the float32 intermediate too, so that no other disk fills.
     `moments` measures, on that intermediate, what compensated rounding needs. Returns how many matrices got how many
     bits. Raises ModelError when the builder refuses the model, UsageError for a recipe's pattern that names no matrix,
     MissingExtraError without the builder.
@@ -83,6 +85,7 @@ def build_base_graph(
     surgery.replace_mask_subgraph(graph)
     surgery.select_logit_rows(graph)
     surgery.static_batch_one(graph)
+    surgery.cut_rotary_tables(graph, context + SLACK)
     surgery.save_graph(graph, built / "base.onnx")
     measured = None if moments is None else moments(built / "base.onnx")
     counts = quantise.quantise_graph(graph, recipe, measured)

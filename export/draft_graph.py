@@ -26,14 +26,18 @@ _EMBEDDED = "embedded"
 _MICROSOFT = "com.microsoft"
 
 
-def write_draft(out: Path, draft: LoadedDraft, *, base: Path, precision: Precision) -> dict[GraphRole, str]:
+def write_draft(
+    out: Path, draft: LoadedDraft, *, base: Path, precision: Precision, positions: int
+) -> dict[GraphRole, str]:
     """Write draft.onnx, projection.onnx and the vocabulary map into `out`; `base` is the target graph beside it.
+
+    The tables of angles reach to `positions` tokens.
 
     draft-native.onnx is both in one over the same weights, where the native operators can run their products.
     """
     projection = _quantised(_projection(draft), precision)
     ir.save(ir.from_proto(projection), out / "projection.onnx", external_data="projection.weights")
-    block = _quantised(_block(draft), precision)
+    block = _quantised(_block(draft, positions), precision)
     path = out / "draft.onnx"
     ir.save(ir.from_proto(block), path, external_data="draft.weights")
     graph = surgery.load_graph(path)  # its tensors now name their place in draft.weights
@@ -54,14 +58,14 @@ def _projection(draft: LoadedDraft) -> onnx.ModelProto:
     return _model(nodes, inputs, outputs, {"projection.weight": draft.tensors["projection.weight"].T})
 
 
-def _block(draft: LoadedDraft) -> onnx.ModelProto:
+def _block(draft: LoadedDraft, positions: int) -> onnx.ModelProto:
     config, tensors = draft.config, draft.tensors
     weights = {
         name: tensor if name.endswith("norm.weight") else tensor.T
         for name, tensor in tensors.items()
         if name != "projection.weight"
     }
-    weights["cos_cache"], weights["sin_cache"] = rotary_tables(config)
+    weights["cos_cache"], weights["sin_cache"] = rotary_tables(config, positions)
     cache: list[int | str] = [1, config.kv_heads, "C", config.head_width]
     caches = [f"{block}.{kind}" for block in range(config.depth) for kind in ("key", "value")]
     inputs = [
@@ -159,10 +163,10 @@ def _product(source: str, weight: str, result: str) -> onnx.NodeProto:
     return helper.make_node("MatMul", [source, weight], [result], name=f"/{result}/MatMul")
 
 
-def rotary_tables(config: DraftConfig) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Cosines and sines [context, D / 2] of Llama's half-split rotary embedding."""
+def rotary_tables(config: DraftConfig, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cosines and sines [P, D / 2] of Llama's half-split rotary embedding, for at most the draft's context."""
     inverse = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
-    angles = np.arange(config.context)[:, None] * inverse[None]
+    angles = np.arange(min(positions, config.context))[:, None] * inverse[None]
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 

@@ -58,7 +58,12 @@ def export_bundle(
         work.mkdir()
         say(f"building the {settings.precision} graph of {source.slug}")
         counts = builder.build_base_graph(
-            source.directory, source.shape, recipe, work, moments=_moments(recipe, source, codec, say)
+            source.directory,
+            source.shape,
+            recipe,
+            work,
+            context=context,
+            moments=_moments(recipe, source, codec, say),
         )
         (work / builder.WEIGHTS_FILE).rename(writer.directory / builder.WEIGHTS_FILE)
         (work / "base.onnx").rename(writer.directory / "base.onnx")
@@ -73,7 +78,11 @@ def export_bundle(
         if draft is not None:
             say("adding the draft")
             graphs |= draft_graph.write_draft(
-                writer.directory, draft, base=writer.directory / "base.onnx", precision=draft_precision
+                writer.directory,
+                draft,
+                base=writer.directory / "base.onnx",
+                precision=draft_precision,
+                positions=context + builder.SLACK,
             )
         shutil.rmtree(work)
         (writer.directory / "base.onnx").unlink()

@@ -156,7 +156,7 @@ class _Making:
         }
 
     def _draft(self, draft: LoadedDraft, place: Path, matrices: Matrices, ranges: Ranges) -> Draft:
-        tables = draft_rotary_tables(draft.config)
+        tables = draft_rotary_tables(draft.config, draft.config.context)
         np.save(place / rotary_file("draft"), rotary_table(*tables), allow_pickle=False)
         file = WeightFile(place / "draft.weights")
         return Draft(config=draft.config, tensors=draft_tensors(draft), weights=file, matrices=matrices, ranges=ranges)

@@ -28,6 +28,7 @@ GraphForm = Literal["tree", "chain"]
 
 _NORMS = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
 _PRODUCTS = ("MatMul", "MatMulNBits")
+_GQA_TABLES = (7, 8)  # cosines and sines, inputs of com.microsoft.GroupQueryAttention
 _GQA_POSITION_IDS, _GQA_ATTENTION_BIAS = 9, 10  # inputs of com.microsoft.GroupQueryAttention
 _GQA_SEQLENS_K, _GQA_TOTAL = 5, 6
 _SKIP_RESIDUAL = 3  # output of SkipSimplifiedLayerNormalization: the sum that enters the norm
@@ -270,6 +271,17 @@ def constant(model: ir.Model, name: str, values: list[int]) -> ir.Value:
     value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(ir.DataType.INT64), const_value=tensor)
     model.graph.register_initializer(value)
     return value
+
+
+def cut_rotary_tables(model: ir.Model, rows: int) -> None:
+    """Keep the first `rows` positions of the tables of angles: of a long model's they are a tenth of its bundle."""
+    for node in attentions(model):
+        for place in _GQA_TABLES:
+            table = node.inputs[place] if place < len(node.inputs) else None
+            if table is None or table.const_value is None or table.const_value.shape[0] <= rows:
+                continue
+            table.const_value = ir.tensor(np.ascontiguousarray(table.const_value.numpy()[:rows]), name=table.name)
+            table.shape = table.const_value.shape  # type: ignore[assignment]
 
 
 def remove_unused(model: ir.Model) -> None:

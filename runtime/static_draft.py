@@ -10,8 +10,7 @@ from elsi_edge.artifacts import DraftConfig
 from elsi_edge.bundle import Bundle
 from elsi_edge.runtime.draft import DraftStep, log_softmax
 from elsi_edge.runtime.options import SessionSettings
-from elsi_edge.runtime.ort import open_session
-from elsi_edge.runtime.static_cache import RowGraph, StaticCache, Tables
+from elsi_edge.runtime.static_cache import RowGraph, StaticCache, Tables, open_static
 
 
 class StaticDraft:
@@ -93,8 +92,8 @@ def open_static_draft(
 ) -> StaticDraft:
     """The draft of a static bundle. Raises BundleError, ProviderError, UsageError."""
     return StaticDraft(
-        open_session(bundle.graph("static-entry"), settings),
-        open_session(bundle.graph("static-level"), settings),
+        open_static(bundle, "static-entry", settings),
+        open_static(bundle, "static-level", settings),
         config=config,
         context=bundle.manifest.context,
         draft_to_target_ids=draft_to_target_ids,

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from elsi_edge.artifacts import ModelShape
 from elsi_edge.bundle import Bundle
 from elsi_edge.runtime.options import SessionSettings
-from elsi_edge.runtime.ort import open_session
-from elsi_edge.runtime.static_cache import RowGraph, StaticCache, Tables
+from elsi_edge.runtime.static_cache import RowGraph, StaticCache, Tables, open_static
 from elsi_edge.runtime.target import TargetStep
 from elsi_edge.runtime.tree import Tree
 
@@ -96,8 +95,8 @@ def open_static_target(bundle: Bundle, settings: SessionSettings) -> StaticTarge
     """The target of a static bundle. Raises BundleError, ProviderError, UsageError."""
     manifest = bundle.manifest
     return StaticTarget(
-        open_session(bundle.graph("static-prefill"), settings),
-        open_session(bundle.graph("static-verify"), settings),
+        open_static(bundle, "static-prefill", settings),
+        open_static(bundle, "static-verify", settings),
         shape=manifest.shape,
         tap_width=manifest.tap_width,
         context=manifest.context,

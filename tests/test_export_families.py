@@ -136,3 +136,15 @@ def test_an_embedding_of_its_own_is_stored_in_a_quarter(tmp_path: Path) -> None:
     # Table and lm_head are nearly all of this model: a byte and an eighth for four.
     assert sizes["int8"] < 0.3 * sizes["fp32"]
     assert manifest.parity["divergence_nats"] < 0.05
+
+
+def test_tables_of_angles_end_with_the_context(tmp_path: Path) -> None:
+    import onnx
+
+    source = resolve(str(family_model(tmp_path / "m", "llama", max_position_embeddings=4096)))
+    manifest = export_bundle(source, tmp_path / "b", ExportSettings(precision="int4", context=100), draft=None)
+    assert manifest.parity["chain_bit_identical"] is True
+    for name in manifest.graphs.values():
+        graph = onnx.load(tmp_path / "b" / name, load_external_data=False).graph
+        tables = {t.name: list(t.dims) for t in graph.initializer if t.name.startswith(("cos_cache", "sin_cache"))}
+        assert set(map(tuple, tables.values())) == {(164, 8)}, name

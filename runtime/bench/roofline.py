@@ -80,10 +80,17 @@ class Roofline:
             f"a plain step reads {one.bytes / 1e6:.0f} MB and computes {one.operations / 1e9:.2f} GOP; on paper it is "
             f"bound by {bound} and takes {one.limit_ms:.2f} ms, measured {self.step_ms:.2f} ms: {self.reached:.0%} of "
             "the limit",
-            f"on paper {self.free_rows_on_paper} rows cost what one does, since reading the weights hides their work",
+            "on paper a second row is not free: computing takes longer than reading the weights"
+            if self.free_rows_on_paper == 1
+            else f"on paper {self.free_rows_on_paper} rows cost what one does, since reading the weights hides their work",
         ]
-        if self.free_rows_measured is not None:
+        two = self.verify[1]
+        if self.free_rows_measured is not None and self.free_rows_measured > 1:
             said.append(f"measured, {self.free_rows_measured} rows cost at most {_FREE:g} times one")
+        elif two.measured_ms is not None and one.measured_ms is not None:
+            said.append(
+                f"measured, no second row is free: two rows cost {two.measured_ms / one.measured_ms:.2f} times one"
+            )
         else:
             said.append("what more rows really cost here is measured by: elsi-edge tune BUNDLE")
         return tuple(said)
