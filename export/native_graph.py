@@ -93,10 +93,10 @@ def _replace_gated(model: ir.Model, node: ir.Node) -> bool:
 
 def _fold_norm(model: ir.Model, norm: ir.Node) -> bool:
     """Let the one product that reads a residual sum's norm compute both: two dispatches a block less."""
-    normed, *middle, total = [*norm.outputs, *[None] * (_SUM + 1 - len(norm.outputs))]
-    assert normed is not None
+    normed, middle = norm.outputs[0], norm.outputs[1:_SUM]
+    total = norm.outputs[_SUM] if len(norm.outputs) > _SUM else None
     readers = normed.uses()
-    if len(norm.inputs) != 3 or len(readers) != 1 or any(value is not None and value.uses() for value in middle):
+    if len(norm.inputs) != 3 or len(readers) != 1 or any(value.uses() for value in middle):
         return False
     product, place = next(iter(readers))
     if product.op_type not in ("MatMulBlocks", "GatedBlocks") or place != 0 or normed in model.graph.outputs:

@@ -281,7 +281,7 @@ def cut_rotary_tables(model: ir.Model, rows: int) -> None:
             if table is None or table.const_value is None or table.const_value.shape[0] <= rows:
                 continue
             table.const_value = ir.tensor(np.ascontiguousarray(table.const_value.numpy()[:rows]), name=table.name)
-            table.shape = table.const_value.shape  # type: ignore[assignment]
+            table.shape = table.const_value.shape
 
 
 def remove_unused(model: ir.Model) -> None:

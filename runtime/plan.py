@@ -34,7 +34,7 @@ _FREE = 1.10  # times one row: what a further row may cost and be called free
 _WIDTH_GAIN = 0.3  # exponent of the rule for tau
 _MEMORY_BOUND = 0.75  # share of a product's time that reading its weights explains
 # Small operators of a block beside the gated product's parts: products, attention, norms, and elementwise ones.
-_NODES = {"stock": 11, "native": 7}
+_NODES = {"stock": 11, "native": 5}
 _QK_NORM_NODES = 7  # of a family that norms queries and keys
 _OUTER_NODES = 4  # lookup, last norm, choice of rows, lm_head
 _DRAFT_NODES = 16  # of a draft's call

@@ -112,7 +112,7 @@ def make_plan(request: Request) -> PlanResult:
     shape, precision, device = request.shape, request.precision, request.device
     kernels = device.best_kernels(precision)
     draft = request.drafts[request.m]
-    target = target_bytes(shape, precision)
+    target = target_bytes(shape, precision, request.context)
     sizes = {**target, **draft.bytes, **other_bytes(shape, precision, request.tokenizer)}
     model = CostModel(shape, device, precision, kernels, draft, DRAFT_PRECISION[precision])
     past = request.context // 2
@@ -140,7 +140,7 @@ def advice(plan: PlanResult) -> list[str]:
 
 
 def _memory(request: Request, kernels: Kernels, context: int) -> Memory:
-    weights = sum(target_bytes(request.shape, request.precision).values())
+    weights = sum(target_bytes(request.shape, request.precision, request.context).values())
     draft, native = request.drafts[request.m], kernels == "native"
     return memory_needed(request.shape, request.precision, draft, context=context, native=native, weights=weights)
 
@@ -218,13 +218,15 @@ def _taps(plan: PlanResult) -> str:
 def _large_parts(plan: PlanResult) -> list[str]:
     lines, sizes, shape = [], plan.sizes, plan.request.shape
     if table := sizes["embedding table"]:
-        why = "its rows are no whole blocks" if shape.tied_embeddings else "it is not the lm_head's"
-        lines.append(f"the embedding table stays float32, since {why}: {_size(table)}, {_share(table, plan)}")
+        why = (
+            "its rows are no whole blocks, so it stays float32" if shape.tied_embeddings else "it is not the lm_head's"
+        )
+        lines.append(f"the embedding table is stored by itself, since {why}: {_size(table)}, {_share(table, plan)}")
     rotary = sizes["rotary tables"] + sizes["draft rotary tables"]
     if rotary > _LITTLE * plan.bundle_bytes:
         lines.append(
-            f"rotary tables for all {shape.context:,} positions of the model take {_size(rotary)}, "
-            f"{_share(rotary, plan)}"
+            f"tables of angles for {plan.request.context:,} positions take {_size(rotary)}, {_share(rotary, plan)}; a "
+            "shorter --context saves them"
         )
     return lines
 

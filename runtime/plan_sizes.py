@@ -12,6 +12,7 @@ from elsi_edge.artifacts import BYTES_PER_WEIGHT, DraftConfig, ModelShape, Preci
 from elsi_edge.runtime.kv_cache import PAGE
 from elsi_edge.runtime.target import PREFILL_ROWS
 
+_SLACK = 64  # positions of the tables of angles beyond the context, as exports have it
 _BLOCK = 32  # weights that share a scale, as exports have it
 _GRAPH_BYTES: Mapping[Precision, int] = {"fp32": 5_450, "int8": 20_300, "int4": 20_300}  # of all graphs, a block
 _TOKENIZER_BYTES = 40  # of a token in tokenizer.json, about
@@ -93,22 +94,25 @@ def head_matrix(shape: ModelShape) -> Matrix:
     return Matrix(name="lm_head", inputs=shape.width, outputs=shape.vocab_size)
 
 
-def target_bytes(shape: ModelShape, precision: Precision) -> dict[str, int]:
-    """Bytes of the target's weights by component.
+def target_bytes(shape: ModelShape, precision: Precision, context: int) -> dict[str, int]:
+    """Bytes of the target's weights by component, exported for a context of so many tokens.
 
-    A tied table is read from the lm_head's own blocks, unless its rows are padded; any other stays float32.
+    A tied table is read by the lookup from the lm_head's own blocks; one of its own is stored in 8 bits. Where
+    a row is no whole number of blocks it stays float32.
     """
     head = head_matrix(shape)
-    shared = shape.tied_embeddings and (precision == "fp32" or shape.width % _BLOCK == 0)
+    whole = shape.width % _BLOCK == 0
+    shared = shape.tied_embeddings and (precision == "fp32" or whole)
+    table = head.bytes("int8" if whole and not shape.tied_embeddings and precision != "fp32" else "fp32")
     norms = (2 * shape.blocks + 1) * shape.width
     if shape.family == "qwen3":
         norms += 2 * shape.blocks * shape.head_width
     return {
         "block matrices": sum(matrix.bytes(precision) for matrix in block_matrices(shape)),
         "lm_head": head.bytes(precision),
-        "embedding table": 0 if shared else 4 * head.weights,
+        "embedding table": 0 if shared else table,
         "norms": 4 * norms,
-        "rotary tables": _rotary_bytes(shape.context, shape.head_width),
+        "rotary tables": _rotary_bytes(min(context + _SLACK, shape.context), shape.head_width),
     }
 
 
@@ -120,8 +124,11 @@ def other_bytes(shape: ModelShape, precision: Precision, tokenizer: int | None =
     }
 
 
-def draft_sizes(config: DraftConfig, tensors: Mapping[str, tuple[int, ...]], precision: Precision) -> DraftSizes:
-    """A draft with these tensors, [out, in] by name (as `elsi_edge.draft.shapes` has them), at `precision`."""
+def draft_sizes(
+    config: DraftConfig, tensors: Mapping[str, tuple[int, ...]], precision: Precision, context: int
+) -> DraftSizes:
+    """A draft with these tensors, [out, in] by name (as `elsi_edge.draft.shapes` has them), at `precision`, exported
+    for a context of so many tokens."""
     matrices = {
         name.removesuffix(".weight"): Matrix(name=name.removesuffix(".weight"), inputs=shape[1], outputs=shape[0])
         for name, shape in tensors.items()
@@ -137,7 +144,7 @@ def draft_sizes(config: DraftConfig, tensors: Mapping[str, tuple[int, ...]], pre
             "draft head": head.bytes(precision) + 8 * config.draft_vocab_size,
             "projection": projection.bytes(precision),
             "draft norms": 4 * norms,
-            "draft rotary tables": _rotary_bytes(config.context, config.head_width),
+            "draft rotary tables": _rotary_bytes(min(context + _SLACK, config.context), config.head_width),
         },
         projection=(projection,),
         block=block,
@@ -169,5 +176,5 @@ def memory_needed(
 
 
 def _rotary_bytes(context: int, head_width: int) -> int:
-    """Cosines and sines for every position of the model's own limit, float32."""
+    """Cosines and sines for so many positions, float32."""
     return context * head_width * 4

@@ -27,7 +27,10 @@ def open_static(bundle: Bundle, role: GraphRole, settings: SessionSettings) -> o
     every call, so there they are dequantised once, when the session opens. The arithmetic is the same.
     """
     options, form = session_options(settings), bundle.manifest.static
-    if form is not None and form.activation_bits == 16 and resolve_provider(settings.provider) == _CPU:
+    if resolve_provider(settings.provider) != _CPU:
+        # A node that the device refuses is an error, not a part that runs elsewhere.
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    elif form is not None and form.activation_bits == 16:
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     return open_graph(bundle.graph(role), options, settings)
 

@@ -48,7 +48,8 @@ def normed(op: str, inputs: int, columns: int, bits: int, gamma: Any, parts: Seq
 
 def double_norm(total: Floats, gamma: Floats) -> Floats:
     wide = total.astype(np.float64)
-    return (wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + EPSILON) * gamma).astype(np.float32)
+    result: Floats = (wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + EPSILON) * gamma).astype(np.float32)
+    return result
 
 
 @pytest.mark.parametrize("path", REPORT.paths)

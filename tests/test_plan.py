@@ -57,7 +57,7 @@ def shape_of(**changes: Any) -> ModelShape:
 
 def draft_for(shape: ModelShape, m: int = 1, precision: Precision = "int4") -> DraftSizes:
     config = draft_of(shape, m, 8192)
-    return draft_sizes(config, tensor_shapes(config), DRAFT_PRECISION[precision])
+    return draft_sizes(config, tensor_shapes(config), DRAFT_PRECISION[precision], config.context)
 
 
 def planned(name: str, *, device: str = PI, context: int = 4096, taus: str = "2.0", **changes: Any) -> PlanResult:
@@ -79,7 +79,10 @@ def test_sizes_of_smollm2_are_those_that_export_wrote() -> None:
     }
     shape = find_model(SMOLLM2).shape
     for precision in PRECISIONS:
-        target, draft = sum(target_bytes(shape, precision).values()), draft_for(shape, 1, precision).total
+        target, draft = (
+            sum(target_bytes(shape, precision, shape.context).values()),
+            draft_for(shape, 1, precision).total,
+        )
         together = target + draft + sum(other_bytes(shape, precision).values())
         expected = written[precision]
         assert target == pytest.approx(expected["target weights"], rel=0.01)
@@ -90,12 +93,12 @@ def test_sizes_of_smollm2_are_those_that_export_wrote() -> None:
 @pytest.mark.parametrize("precision", ["int4", "fp32"])
 def test_sizes_of_a_tiny_bundle(tiny_bundle: Callable[..., Path], precision: Precision) -> None:
     manifest = read_manifest(tiny_bundle(precision))
-    target = target_bytes(manifest.shape, precision)
+    target = target_bytes(manifest.shape, precision, manifest.context)
     real = components(manifest.files)["target weights"]
     assert abs(sum(target.values()) - real) <= 4096 + target["norms"]  # its norms, all ones, are stored once
     assert manifest.draft is not None
     config = manifest.draft
-    sizes = draft_sizes(config, tensor_shapes(config), DRAFT_PRECISION[precision])
+    sizes = draft_sizes(config, tensor_shapes(config), DRAFT_PRECISION[precision], manifest.context)
     stored = sum(manifest.files[name].bytes for name in ("draft.weights", "projection.weights"))
     norms = sizes.bytes["draft norms"]
     assert 0 <= sizes.total - 8 * config.draft_vocab_size - stored <= norms
@@ -109,16 +112,17 @@ def test_padding_of_the_last_block_is_counted(tmp_path: Path) -> None:
     numbers = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}
     source = resolve(str(model_dir(tmp_path / "m", **numbers, intermediate_size=80)))
     manifest = export_bundle(source, tmp_path / "b", ExportSettings(precision="int4"), draft=None)
-    target = target_bytes(source.shape, "int4")
+    target = target_bytes(source.shape, "int4", source.shape.context)
     assert sum(target.values()) == pytest.approx(manifest.files["target.weights"].bytes, rel=0.01)
     assert target["embedding table"] == 4 * 300 * 48  # its rows are no whole blocks: the lookup keeps its own
     down = Matrix(name="down", inputs=80, outputs=48)
     assert (down.padded("int4"), down.padded("fp32"), down.bytes("int4")) == (96 * 48, 80 * 48, 96 * 48 * 5 // 8)
 
 
-def test_an_untied_table_stays_float32() -> None:
-    tied, untied = (target_bytes(shape_of(tie_word_embeddings=tie), "int4") for tie in (True, False))
-    assert (tied["embedding table"], untied["embedding table"]) == (0, 4 * 300 * 64)
+def test_an_untied_table_takes_eight_bits() -> None:
+    tied, untied = (target_bytes(shape_of(tie_word_embeddings=tie), "int4", 128) for tie in (True, False))
+    assert (tied["embedding table"], untied["embedding table"]) == (0, 300 * 64 * 9 // 8)
+    assert tied["rotary tables"] == (128 + 64) * 16 * 4  # cosines and sines of half a head each
     assert tied["lm_head"] == untied["lm_head"] == 300 * 64 * 5 // 8
 
 
@@ -161,7 +165,7 @@ def test_each_tap_costs_one_square_of_the_width() -> None:
 )
 def test_peak_memory_is_near_what_sessions_took(precision: Precision, native: bool, measured: float) -> None:
     shape = find_model(SMOLLM2).shape
-    weights = sum(target_bytes(shape, precision).values())
+    weights = sum(target_bytes(shape, precision, shape.context).values())
     draft = draft_for(shape, 1, precision)
     memory = memory_needed(shape, precision, draft, context=128, native=native, weights=weights)
     assert memory.peak == pytest.approx(measured, rel=0.1)
@@ -262,11 +266,12 @@ def test_taus_that_cannot_be(text: str, message: str) -> None:
 def test_what_limits_a_device_is_said() -> None:
     lines = advice(planned("llama-3.1-8b-instruct"))
     assert any(line.startswith("it does not fit") for line in lines)
-    assert any("embedding table stays float32" in line for line in lines)
+    assert any("embedding table is stored by itself" in line for line in lines)
     assert any("little" in line for line in lines)
     fits = planned("qwen3-4b-instruct-2507")
     assert fits.fits and any(line.startswith("it fits") for line in advice(fits))
-    assert any("rotary tables" in line for line in advice(fits))
+    long = planned("qwen3-4b-instruct-2507", context=262_144)
+    assert any("tables of angles for 262,144 positions" in line for line in advice(long))
     small = planned("qwen3-4b-instruct-2507", device="snapdragon-8-elite-npu", context=200_000)
     assert not small.fits and any("with --context" in line for line in advice(small))
 
@@ -376,13 +381,13 @@ def test_the_paper_s_targets_by_name(run: Run) -> None:
     value = done.json
     assert (value["precision"], value["context"], value["tau"]) == ("int4", 4096, ["tree-60=4.29"])
     assert value["device"]["kind"] == "projection" and all(s["value"] for s in value["device"]["sources"])
-    assert value["bundle_bytes"]["together"] == pytest.approx(2.88e9, rel=0.01)
+    assert value["bundle_bytes"]["together"] == pytest.approx(2.62e9, rel=0.01)
     assert value["kv_bytes_per_1000_tokens"] == 36 * 2 * 8 * 128 * 4 * 1000
     assert [round_["shape"] for round_ in value["rounds"]] == [drafting.name for drafting in DRAFTINGS]
     assert value["rounds"][-1]["speeds"][0]["tau"] == 4.29
     done = run("plan", "meta-llama/Llama-3.1-8B-Instruct", "--device", "snapdragon-8-elite-npu")
     assert "assumption" in done.out and "projection from public figures" in done.out
-    assert "embedding table stays float32" in done.out and "not run on an NPU" in done.err
+    assert "embedding table is stored by itself" in done.out and "not run on an NPU" in done.err
 
 
 def test_a_plan_for_people(run: Run) -> None:
@@ -399,7 +404,7 @@ def test_a_bundle_is_planned_as_it_is(run: Run, tiny_bundle: Callable[..., Path]
     assert (value["precision"], value["context"]) == ("int8", 256)
     assert value["bundle_bytes"]["tokenizer"] == (bundle / "tokenizer.json").stat().st_size
     assert manifest.draft is not None
-    expected = draft_sizes(manifest.draft, tensor_shapes(manifest.draft), "int8")
+    expected = draft_sizes(manifest.draft, tensor_shapes(manifest.draft), "int8", manifest.context)
     assert value["drafts"]["1"]["together"] == expected.total
 
 

@@ -88,7 +88,7 @@ def plan(
     drafts = {}
     for count in counts:
         config = draft_of(shape, count, draft_vocab, planned.draft)
-        drafts[count] = draft_sizes(config, tensor_shapes(config), _draft_precision(chosen))
+        drafts[count] = draft_sizes(config, tensor_shapes(config), _draft_precision(chosen), tokens)
     result = make_plan(
         Request(
             shape=shape,

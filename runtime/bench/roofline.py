@@ -82,7 +82,7 @@ class Roofline:
             "the limit",
             "on paper a second row is not free: computing takes longer than reading the weights"
             if self.free_rows_on_paper == 1
-            else f"on paper {self.free_rows_on_paper} rows cost what one does, since reading the weights hides their work",
+            else f"on paper {self.free_rows_on_paper} rows cost what one does: reading the weights hides their work",
         ]
         two = self.verify[1]
         if self.free_rows_measured is not None and self.free_rows_measured > 1:

@@ -103,7 +103,7 @@ def main() -> None:
     for bundle in bundles:
         figures += compare(bundle, device, settings, options)
         manifest = bundle.manifest
-        predicted = sum(target_bytes(manifest.shape, manifest.precision).values())
+        predicted = sum(target_bytes(manifest.shape, manifest.precision, manifest.context).values())
         actual = manifest.files["target.weights"].bytes
         sizes[manifest.precision] = {
             "predicted": predicted,
