@@ -75,9 +75,9 @@ def build_base_graph(
     """Build the fused graph base.onnx in `work`, its weights in one file, `WEIGHTS_FILE`, beside it.
 
     The tables of angles reach to `context` tokens. `work` is a directory of the caller, which holds the float32
-    intermediate too, so that no other disk fills. `moments` measures, on that intermediate, what compensated rounding needs. Returns how many matrices got how many
-    bits. Raises ModelError when the builder refuses the model, UsageError for a recipe's pattern that names no matrix,
-    MissingExtraError without the builder.
+    intermediate too, so that no other disk fills; on it `moments` measures what compensated rounding needs. Returns how
+    many matrices got how many bits. Raises ModelError when the builder refuses the model, UsageError for a recipe's
+    pattern that names no matrix, MissingExtraError without the builder.
     """
     built = work / "built"
     _run_builder(model_dir, built)

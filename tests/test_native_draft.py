@@ -12,8 +12,7 @@ from elsi_edge.bundle import Bundle
 from elsi_edge.export.native_draft import MOST_LIKELY, write_native_draft
 from elsi_edge.runtime import draft as draft_module
 from elsi_edge.runtime import native_ops
-from elsi_edge.runtime.draft import DraftStep, likeliest
-from elsi_edge.runtime.drafter import Draft
+from elsi_edge.runtime.draft import DraftStep, OrtDraft, likeliest
 from elsi_edge.runtime.engines import open_draft
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
 from elsi_edge.runtime.session import Session
@@ -24,12 +23,13 @@ REPORT = native_ops.report()
 needs_library = pytest.mark.skipif(not REPORT.available, reason=REPORT.why_not)
 
 
-def pair(path: Path) -> tuple[Draft, Draft]:
+def pair(path: Path) -> tuple[OrtDraft, OrtDraft]:
     """The stock draft and the native one."""
     bundle = Bundle.load(path)
     config = bundle.manifest.draft
     assert config is not None
     stock, native = (open_draft(bundle, config, replace(SETTINGS, native=on)) for on in (False, True))
+    assert isinstance(stock, OrtDraft) and isinstance(native, OrtDraft)
     return stock, native
 
 
