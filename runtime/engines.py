@@ -10,14 +10,16 @@ from numpy.typing import NDArray
 from elsi_edge.artifacts import BITS, DraftConfig
 from elsi_edge.bundle import DRAFT_VOCAB_FILE, Bundle
 from elsi_edge.errors import BundleError
+from elsi_edge.machine import cores
 from elsi_edge.runtime import native_ops
 from elsi_edge.runtime.draft import OrtDraft
 from elsi_edge.runtime.mixed import MixedProposer
 from elsi_edge.runtime.ngram import PRIOR
-from elsi_edge.runtime.one_node import require_sound_kernel
+from elsi_edge.runtime.one_node import exact_attention_rows, require_sound_kernel
 from elsi_edge.runtime.options import SessionSettings
 from elsi_edge.runtime.ort import open_session, resolve_provider
 from elsi_edge.runtime.packed import open_packed
+from elsi_edge.runtime.policy import EXACT_CHAIN_ROWS
 from elsi_edge.runtime.proposal import Proposer
 from elsi_edge.runtime.static_draft import StaticDraft, open_static_draft
 from elsi_edge.runtime.static_target import StaticTarget, open_static_target
@@ -52,6 +54,17 @@ class BundleEngines:
             target = self._target(role)
             self._loaded = (role, Engine(target=target, proposer=self.open_proposer()))
         return self._loaded[1]
+
+    def chain_rows(self) -> int:
+        """Rows a step that give a chain the bits of one row a step, as far as this machine's attention was tried."""
+        manifest = self._bundle.manifest
+        on_cpu = resolve_provider(self._settings.provider) == "CPUExecutionProvider"
+        if self.native or manifest.precision == "fp32" or "target-chain" not in manifest.graphs or not on_cpu:
+            return EXACT_CHAIN_ROWS
+        shape, threads = manifest.shape, self._settings.threads or cores().usable
+        return exact_attention_rows(
+            shape.heads, shape.kv_heads, shape.head_width, most=EXACT_CHAIN_ROWS, threads=threads
+        )
 
     def open_target(self, *, exact: bool) -> OrtTarget | StaticTarget:
         """A target of its own, without what proposes for it."""

@@ -84,9 +84,9 @@ def time_draft(
 
 
 def exact_rows(
-    target: Target, token_ids: Sequence[int], past: int, *, bits: bool, until: float
+    target: Target, token_ids: Sequence[int], past: int, *, bits: bool, until: float, most: int = EXACT_CHAIN_ROWS
 ) -> tuple[int, tuple[int, ...]]:
-    """Rows a step up to which logits and taps are those of one row a step, and the counts that were tried.
+    """Rows a step, `most` at most, up to which logits and taps are those of one row a step, and the counts tried.
 
     With `bits` to the last bit, else up to rounding and with the same likeliest tokens. Counts that there was no time
     for are not claimed.
@@ -94,7 +94,7 @@ def exact_rows(
     tokens = list(token_ids[past : past + _EXACT_TOKENS])
     expected = _in_steps(target, token_ids[:past], tokens, 1)
     tried, good = [1], 1
-    for count in range(2, min(EXACT_CHAIN_ROWS, len(tokens)) + 1):
+    for count in range(2, min(most, len(tokens)) + 1):
         if time.perf_counter() > until:
             break
         found = _in_steps(target, token_ids[:past], tokens, count)

@@ -1,8 +1,6 @@
-"""ONNX graphs of one matrix product, written by hand: the device has no onnx package, and needs one to try its kernels.
+"""Graphs of one node, to try this machine's kernels: are they sound, what do they cost, whose bits do they give?"""
 
-The bytes follow onnx.proto3 (field numbers beside each part).
-"""
-
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +9,15 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from elsi_edge.errors import BundleError
-from elsi_edge.runtime import native_ops
+from elsi_edge.runtime import native_ops, onnx_bytes
 
 Weights = Sequence[tuple[str, NDArray[Any]]]
 
-_FLOAT, _UINT8 = 1, 2  # TensorProto.DataType
+_MICROSOFT = "com.microsoft"
+_DOMAINS = {"": 21, _MICROSOFT: 1, native_ops.DOMAIN: 1}
 _BLOCK = 32  # weights that share a scale, as exports have it
 _LEVEL = 4  # MatMulNBits' accuracy level: activations in 8 bits
+_PASTS = (5, 8, 20, 33, 64)  # cached tokens at which an attention's rows are compared; of every remainder that matters
 _MOST = 0.01  # relative difference of one row from the same among four: rounding is below 1e-6
 
 
@@ -32,7 +32,7 @@ def matrix_session(
     draw = np.random.default_rng(seed)
     if bits == 32:
         weights: Weights = [("w", draw.standard_normal((rows_in, rows_out)).astype(np.float32))]
-        node = _node("MatMul", ["x", "w"])
+        node = onnx_bytes.node("MatMul", ["x", "w"], ["y"])
     else:
         blocks = rows_in // _BLOCK
         packed = draw.integers(0, 256, (rows_out, blocks, _BLOCK * bits // 8), dtype=np.uint8)
@@ -40,16 +40,22 @@ def matrix_session(
         weights = [("w", packed), ("s", scales)]
         numbers = {"K": rows_in, "N": rows_out, "bits": bits, "block_size": _BLOCK}
         if native:
-            node = _node("MatMulBlocks", ["x", "w", "s"], domain=native_ops.DOMAIN, numbers=numbers)
+            node = onnx_bytes.node("MatMulBlocks", ["x", "w", "s"], ["y"], domain=native_ops.DOMAIN, numbers=numbers)
         else:
             numbers["accuracy_level"] = _LEVEL
-            node = _node("MatMulNBits", ["x", "w", "s"], domain="com.microsoft", numbers=numbers)
+            node = onnx_bytes.node("MatMulNBits", ["x", "w", "s"], ["y"], domain=_MICROSOFT, numbers=numbers)
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
     if native:
         native_ops.register(options)
-    model = _model(node, weights, rows_in, rows_out)
+    model = onnx_bytes.model(
+        node,
+        inputs=[onnx_bytes.value("x", "float32", ["T", rows_in])],
+        outputs=[onnx_bytes.value("y", "float32", ["T", rows_out])],
+        tensors=[onnx_bytes.tensor(name, array) for name, array in weights],
+        domains=_DOMAINS,
+    )
     session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     return session, sum(array.nbytes for _, array in weights)
 
@@ -71,51 +77,76 @@ def require_sound_kernel(bits: int) -> None:
         )
 
 
-def _model(node: bytes, weights: Weights, rows_in: int, rows_out: int) -> bytes:
-    graph = _field(1, node) + _field(2, b"g")
-    for name, array in weights:
-        graph += _field(5, _tensor(name, array))
-    graph += _field(11, _value("x", rows_in)) + _field(12, _value("y", rows_out))
-    opsets = b"".join(
-        _field(8, _field(1, domain.encode()) + _number(2, version))
-        for domain, version in (("", 21), ("com.microsoft", 1), (native_ops.DOMAIN, 1))
+@functools.cache
+def exact_attention_rows(heads: int, kv_heads: int, head_width: int, *, most: int, threads: int) -> int:
+    """Rows a step, up to `most`, whose attention has the bits of one row a step in the exact chain form.
+
+    That form shows GroupQueryAttention one query row more than the matrices, so at least two: on x86-64 they then agree
+    bit for bit. On Arm they do not at every length of the cache, and int8 activations turn a last bit into another
+    token. 1 means that no chain is exact here.
+    """
+    draw = np.random.default_rng(2)
+    width, angles = (heads + 2 * kv_heads) * head_width, np.arange(_PASTS[-1] + most + 2)[:, None]
+    turned = (angles * 1e4 ** (-np.arange(head_width // 2) / (head_width // 2))).astype(np.float32)
+    session = _attention_session(heads, kv_heads, head_width, width, turned, threads)
+    good = most
+    for past in _PASTS:
+        qkv = draw.standard_normal((1, most + 1, width)).astype(np.float32)
+        cache = [draw.standard_normal((1, kv_heads, past, head_width)).astype(np.float32) for _ in range(2)]
+        _, *grown = _attend(session, qkv, cache)
+        alone = []
+        for row in range(most):  # what one row a step gives: the row and a copy of itself
+            before = [part[:, :, : past + row] for part in grown]
+            alone.append(_attend(session, qkv[:, [row, row]], before)[0][0])
+        for rows in range(2, good + 1):
+            found = _attend(session, qkv[:, [*range(rows), rows - 1]], cache)[0]
+            if not all(np.array_equal(found[row], alone[row]) for row in range(rows)):
+                good = rows - 1
+                break
+    return good
+
+
+def _attention_session(
+    heads: int, kv_heads: int, head_width: int, width: int, angles: NDArray[np.float32], threads: int
+) -> ort.InferenceSession:
+    """qkv [1, T, width] and a cache -> y [1, T, heads * head_width] and the longer cache, rotary embedding inside."""
+    caches = [onnx_bytes.value(name, "float32", [1, kv_heads, "S", head_width]) for name in ("k", "v")]
+    longer = [onnx_bytes.value(name, "float32", [1, kv_heads, "S2", head_width]) for name in ("k2", "v2")]
+    node = onnx_bytes.node(
+        "GroupQueryAttention",
+        ["qkv", "", "", "k", "v", "seqlens", "total", "cos", "sin"],
+        ["y", "k2", "v2"],
+        domain=_MICROSOFT,
+        numbers={"num_heads": heads, "kv_num_heads": kv_heads, "do_rotary": 1},
     )
-    return _number(1, 10) + _field(7, graph) + opsets  # ir_version, graph, opset_import
-
-
-def _node(op: str, inputs: Sequence[str], *, domain: str = "", numbers: dict[str, int] | None = None) -> bytes:
-    attributes = b"".join(
-        _field(5, _field(1, name.encode()) + _number(3, value) + _number(20, 2))
-        for name, value in (numbers or {}).items()
+    model = onnx_bytes.model(
+        node,
+        inputs=[
+            onnx_bytes.value("qkv", "float32", [1, "T", width]),
+            *caches,
+            onnx_bytes.value("seqlens", "int32", [1]),
+            onnx_bytes.value("total", "int32", []),
+        ],
+        outputs=[onnx_bytes.value("y", "float32", [1, "T", heads * head_width]), *longer],
+        tensors=[onnx_bytes.tensor(name, turn(angles)) for name, turn in (("cos", np.cos), ("sin", np.sin))],
+        domains=_DOMAINS,
     )
-    wires = b"".join(_field(1, name.encode()) for name in inputs) + _field(2, b"y")
-    return wires + _field(3, b"n") + _field(4, op.encode()) + attributes + _field(7, domain.encode())
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def _tensor(name: str, array: NDArray[np.generic]) -> bytes:
-    dims = b"".join(_number(1, size) for size in array.shape)
-    kind = _FLOAT if array.dtype == np.float32 else _UINT8
-    return dims + _number(2, kind) + _field(8, name.encode()) + _field(9, array.tobytes())
-
-
-def _value(name: str, width: int) -> bytes:
-    shape = _field(1, _field(2, b"T")) + _field(1, _number(1, width))  # dim_param, dim_value
-    kind = _field(1, _number(1, _FLOAT) + _field(2, shape))  # tensor_type: elem_type, shape
-    return _field(1, name.encode()) + _field(2, kind)
-
-
-def _number(field: int, value: int) -> bytes:
-    return _varint(field << 3) + _varint(value)
-
-
-def _field(field: int, content: bytes) -> bytes:
-    return _varint(field << 3 | 2) + _varint(len(content)) + content
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+def _attend(
+    session: ort.InferenceSession, qkv: NDArray[np.float32], cache: Sequence[NDArray[np.float32]]
+) -> list[NDArray[np.float32]]:
+    """Rows [T, heads * head_width], then keys and values with those of the rows."""
+    total = cache[0].shape[2] + qkv.shape[1]
+    feed = {
+        "qkv": np.ascontiguousarray(qkv),
+        "seqlens": np.array([total - 1], np.int32),
+        "total": np.array(total, np.int32),
+        "k": np.ascontiguousarray(cache[0]),
+        "v": np.ascontiguousarray(cache[1]),
+    }
+    rows, keys, values = session.run(None, feed)
+    return [rows[0], keys, values]

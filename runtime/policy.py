@@ -50,11 +50,12 @@ def decide(
     sources: tuple[Proposal, ...],
     tuning: Tuning | None,
     exact_trees: bool = False,
+    chain_rows: int = EXACT_CHAIN_ROWS,
 ) -> Policy:
     """The policy for one call on a bundle with these sources of candidates.
 
     With `exact_trees` (the native operators) a row's bits are its own in trees too: of up to EXACT_TREE_NODES nodes,
-    or of as many as the tuner tested on this device.
+    or of as many as the tuner tested on this device. Without, chains of `chain_rows` rows are, the root counted.
 
     Raises BundleError for a source that is not there, UsageError for what exact mode cannot hold.
     """
@@ -68,8 +69,9 @@ def decide(
     choice = tuning.choice if tuning is not None and (options.exact or precision == "fp32") else None
     if choice is not None and choice.mode == "plain" and options.draft_nodes is None:
         return plain
-    untested = EXACT_TREE_NODES if exact_trees else EXACT_CHAIN_ROWS - 1
-    most = untested if tuning is None else tuning.exact_rows - 1
+    most = EXACT_TREE_NODES if exact_trees else chain_rows - 1
+    if tuning is not None:
+        most = min(most, tuning.exact_rows - 1)
     if options.draft_nodes is not None:
         budget = options.draft_nodes
     elif choice is not None:

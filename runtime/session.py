@@ -17,12 +17,17 @@ from elsi_edge.runtime.memory import peak_resident_bytes
 from elsi_edge.runtime.options import PROPOSALS, GenerateOptions, SessionSettings
 from elsi_edge.runtime.ort import resolve_provider
 from elsi_edge.runtime.pace import Clock, Pace
-from elsi_edge.runtime.policy import Mode, Policy, decide, within_rows
+from elsi_edge.runtime.policy import EXACT_CHAIN_ROWS, Mode, Policy, decide, within_rows
 from elsi_edge.runtime.result import GenerationEvent, GenerationResult, Timings
 from elsi_edge.runtime.sampling import Chooser, is_greedy
 from elsi_edge.runtime.tally import Tally
 from elsi_edge.runtime.tuning import Tuning, find_tuning
 from elsi_edge.text import TextCodec
+
+NO_EXACT_CHAIN = (
+    "ONNX Runtime's attention gives a row other bits in company on this CPU, so exact mode decodes plainly here; the "
+    "native operators are exact (elsi-edge doctor says why they do not run), or allow kernel noise with --no-exact"
+)
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 
@@ -116,11 +121,13 @@ class Session:
         warnings: tuple[str, ...] = (),
         exact_trees: bool = False,
         verify_rows: int | None = None,
+        chain_rows: int = EXACT_CHAIN_ROWS,
     ) -> None:
         self.codec, self.precision, self.context = codec, precision, context
         self.settings, self.has_draft = settings, has_draft
         self.tuning, self.warnings = tuning, warnings
         self.exact_trees = exact_trees  # every row has bits of its own, whatever the tree and precision
+        self.chain_rows = chain_rows  # a step that give a chain the bits of one row a step, where trees are not exact
         self.verify_rows = verify_rows  # of a bundle whose graphs are of fixed size
         there = {"draft": has_draft, "ngram": has_ngrams}
         self._sources = tuple(name for name in PROPOSALS if there[name])
@@ -137,6 +144,10 @@ class Session:
         loaded = Bundle.load(Path(bundle))
         tuning, warning = find_tuning(loaded.directory, settings) if settings.tuning else (None, "")
         engines = BundleEngines(loaded, settings, tuning)
+        chain_rows = engines.chain_rows()
+        warnings = [warning] if warning else []
+        if chain_rows == 1:
+            warnings.append(NO_EXACT_CHAIN)
         return cls(
             codec=TextCodec.open(loaded.directory),
             engines=engines,
@@ -146,8 +157,9 @@ class Session:
             has_draft=not loaded.manifest.plain_only,
             has_ngrams=True,
             tuning=tuning,
-            warnings=(warning,) if warning else (),
+            warnings=tuple(warnings),
             exact_trees=engines.native,
+            chain_rows=chain_rows,
             verify_rows=None if loaded.manifest.static is None else loaded.manifest.static.verify_rows,
         )
 
@@ -203,6 +215,7 @@ class Session:
             sources=self._sources,
             tuning=self.tuning,
             exact_trees=self.exact_trees,
+            chain_rows=self.chain_rows,
         )
         return policy if self.verify_rows is None else within_rows(policy, options, self.verify_rows)
 

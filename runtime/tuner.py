@@ -230,10 +230,9 @@ class Tuner:
             most = min(MOST_ROWS, room)
             good, tried = exact_tree_rows(engine.target, text, past, most=most, until=until)
         else:
-            most, bits = EXACT_CHAIN_ROWS, self.session.precision != "fp32"
-            good, tried = exact_rows(
-                engine.target, text[: past + max(2, room - EXACT_CHAIN_ROWS)], past, bits=bits, until=until
-            )
+            most, bits = self.session.chain_rows, self.session.precision != "fp32"
+            some = text[: past + max(2, room - EXACT_CHAIN_ROWS)]
+            good, tried = exact_rows(engine.target, some, past, most=most, bits=bits, until=until)
         if good < most and tried[-1] == good:
             self._notes.append(f"time to test {good} of {most} rows a step for exactness; use more --seconds")
         return good, tried
