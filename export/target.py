@@ -1,5 +1,6 @@
 """The target's graphs of a bundle: one weights file, and small graphs that name parts of it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx_ir as ir
@@ -8,6 +9,10 @@ from elsi_edge.artifacts import LayerSelection, ModelShape, Precision
 from elsi_edge.bundle import GraphRole
 from elsi_edge.export import native_graph, surgery
 
+_NATIVE_PRODUCTS: Mapping[GraphRole, GraphRole] = {
+    "target-states": "target-states-native",
+    "target-batch": "target-batch-native",
+}
 STATES_PREFIX = "tap."  # outputs tap.0 ... tap.L of the states graph
 
 
@@ -21,6 +26,7 @@ def write_target_graphs(
     - `target-native` (int4 and int8, where the family allows): exact for trees too, with the native operators.
     - `target-states` (without a selection): every tap as an output, for distillation; a complete bundle needs none.
     - `target-batch` (without a selection): one token each of many sequences, for distillation's answers.
+    - both of these again with the native products, at int4 and int8.
     """
     graphs: dict[GraphRole, str] = {"target-tree": "target-tree.onnx"}
     _write(base, out / "target-tree.onnx", shape, selection, chain=False)
@@ -34,6 +40,9 @@ def write_target_graphs(
         _write_states(base, out / "target-states.onnx", shape)
         graphs["target-batch"] = "target-batch.onnx"
         _write_batch(base, out / "target-batch.onnx")
+        for role, native in _NATIVE_PRODUCTS.items():
+            if native_graph.write_native_products(out / graphs[role], out / f"{native}.onnx"):
+                graphs[native] = f"{native}.onnx"
     return graphs
 
 

@@ -6,7 +6,8 @@ the processor time of one call on as many threads, and share one set of packed w
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,15 +25,20 @@ from elsi_edge.artifacts import (
 from elsi_edge.bundle import Bundle, GraphRole
 from elsi_edge.errors import BundleError
 from elsi_edge.machine import cores
+from elsi_edge.runtime import native_ops
 from elsi_edge.runtime.batch import BatchDecoder, cache_bytes, top_candidates
 from elsi_edge.runtime.kv_cache import KvCache
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
 from elsi_edge.runtime.ort import BoundGraph, open_session
 from elsi_edge.runtime.sampling import choose
 from elsi_edge.runtime.target import OrtTarget
-from elsi_edge.runtime.tree import Tree, attention_bias
+from elsi_edge.runtime.tree import Tree, attention_bias, bias_window
 from elsi_edge.text import TextCodec
 
+_NATIVE: Mapping[GraphRole, GraphRole] = {
+    "target-states": "target-states-native",
+    "target-batch": "target-batch-native",
+}
 _CHUNK = 8  # rows of logits that are ranked at a time: they stay in the cache of a core
 
 
@@ -133,9 +139,16 @@ class BundleRunner:
                         f"bundle {self._bundle.directory} has no {role} graph: it was made before answers came in "
                         "batches; export it again with --plain-only --force, or give --batch 1"
                     )
-                settings = SessionSettings(threads=1, provider=self._settings.provider) if alone else self._settings
-                self._sessions[role, alone] = open_session(self._bundle.graph(role), settings)
+                settings = replace(self._settings, threads=1) if alone else self._settings
+                self._sessions[role, alone] = self._open(role, settings)
             return self._sessions[role, alone]
+
+    def _open(self, role: GraphRole, settings: SessionSettings) -> ort.InferenceSession:
+        """The graph with the native products where they run here, else as it is."""
+        native = _NATIVE.get(role)
+        if native is not None and native_ops.path_for(self._bundle.manifest.graphs, settings, role=native):
+            return native_ops.open_native(self._bundle.graph(native), settings)
+        return open_session(self._bundle.graph(role), settings)
 
     def _teacher_forced(
         self,
@@ -157,10 +170,12 @@ class BundleRunner:
             "input_ids": np.asarray(token_ids, np.int64)[None],
             "logit_rows": rows,
             "position_ids": places[None],
-            "attention_bias": attention_bias(np.tri(count, dtype=np.bool_), 0),
             "seqlens_k": np.array([count - 1], np.int32),
             "total_sequence_length": np.array(count, np.int32),
         }
+        for name in graph.inputs:
+            if (window := bias_window(name)) is not None:
+                inputs[name] = attention_bias(np.tri(count, dtype=np.bool_), 0, window=window, depths=places)
         for name, value in inputs.items():
             graph.bind_input(name, value)
         logits = np.empty((1, len(rows), shape.vocab_size), np.float32)

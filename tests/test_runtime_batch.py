@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from elsi_edge.artifacts import FINAL_NORM, AnswerRequest
 from elsi_edge.bundle import Bundle, BundleManifest, BundleWriter
 from elsi_edge.errors import BundleError
 from elsi_edge.runtime import batch as batching
+from elsi_edge.runtime import native_ops
 from elsi_edge.runtime.batch import top_candidates
 from elsi_edge.runtime.options import SessionSettings
 from elsi_edge.runtime.target_runner import BundleRunner, rank_rows
@@ -188,3 +190,24 @@ def test_ranking_breaks_ties_by_the_lower_id_and_survives_large_values() -> None
     np.testing.assert_allclose(log_sum_exp, torch.logsumexp(torch.from_numpy(logits), -1).numpy(), rtol=1e-6)
     assert top[1].tolist() == [70_000.0, 69_999.0, 0.0]
     assert np.isnan(rank_rows(np.array([[1.0, np.nan, 0.0]], np.float32), 2)[2]).all()
+
+
+@pytest.mark.skipif(not native_ops.report().available, reason="the native operators were not built")
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_many_sequences_and_all_taps_use_the_native_products(tiny_bundle: MakeBundle, precision: str) -> None:
+    """Half of the time that the stock products take; the states are the same but for an activation's rounding."""
+    bundle = Bundle.load(tiny_bundle(precision, plain=True))
+    kinds = {
+        role: {node.op_type for node in onnx.load(bundle.graph(role), load_external_data=False).graph.node}
+        for role in ("target-states-native", "target-batch-native")
+    }
+    for found in kinds.values():
+        assert "NormMatMulBlocks" in found and "GroupQueryAttention" in found and "MatMulNBits" not in found
+    stock, native = (BundleRunner(bundle, SessionSettings(threads=1, native=on)) for on in (False, True))
+    ids = list(range(10, 70))
+    taps = (0, 2, bundle.manifest.shape.blocks, FINAL_NORM)
+    wanted, got = stock.states(ids, taps), native.states(ids, taps)
+    np.testing.assert_array_equal(got.states[0], wanted.states[0])
+    assert np.abs(got.states - wanted.states).max() < 0.05 * np.abs(wanted.states).max()
+    assert not np.array_equal(got.states, wanted.states)  # other kernels did run
+    assert together(native, requests(8), 2) == together(native, requests(8), 8)
