@@ -15,6 +15,9 @@ MODULES: Mapping[str, str] = {
     "OpenVINOExecutionProvider": "onnxruntime_ep_openvino",
     "QNNExecutionProvider": "onnxruntime_qnn",
 }
+# The chip that QNN's library simulates where there is none: SM8550, whose HTP computes in float16. Without a name it
+# refuses float graphs of ordinary sizes ("memory allocation related error").
+_SIMULATED = "43"
 _PREFERRED = ("NPU", "GPU", "CPU")
 
 
@@ -54,6 +57,9 @@ def device(provider: str) -> Any:
 def use(options: ort.SessionOptions, provider: str) -> None:
     """Let a session run on the plugin's device. Raises ProviderError."""
     module = importlib.import_module(MODULES[provider])
-    # QNN's library for the NPU; on a machine without one it simulates it.
-    settings = {"backend_path": module.get_qnn_htp_path()} if hasattr(module, "get_qnn_htp_path") else {}
-    options.add_provider_for_devices([device(provider)], settings)
+    chosen, settings = device(provider), {}
+    if hasattr(module, "get_qnn_htp_path"):
+        settings["backend_path"] = module.get_qnn_htp_path()
+        if chosen.device.type.name != "NPU":
+            settings["soc_model"] = _SIMULATED
+    options.add_provider_for_devices([chosen], settings)
