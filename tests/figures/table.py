@@ -168,7 +168,7 @@ def _gather(options: argparse.Namespace, finished: Sequence[str]) -> dict[str, A
             own = {"seed": seed, "agreement": training["evaluation"]["agreement"], "tau": by_category(rows, categories)}
             runs.append(own)
             pooled[rule.name] = _add(pooled.get(rule.name), rows)
-            rules[rule.name] = {"taps": rule.taps, "size": training["size"], "runs": runs}
+            rules.setdefault(rule.name, {"taps": rule.taps, "size": training["size"], "runs": runs})
             sampled = options.work / name / "sampled.json"
             if seed == 0 and sampled.is_file():
                 rules[rule.name]["sampled"] = json.loads(sampled.read_text())
