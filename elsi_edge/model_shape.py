@@ -24,10 +24,11 @@ _EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", 
 _KEY_WEIGHT = re.compile(r"\.0\.self_attn\.k_proj\.weight\Z")
 
 # Families whose graphs were compared with transformers, block by block, in tests/test_export_families.py.
-SUPPORTED_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
+SUPPORTED_FAMILIES = ("gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 
 # What transformers' classes of those families fill in, as far as it matters to a shape.
 _CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True},
     "smollm3": {"tie_word_embeddings": True, "num_key_value_heads": 4},
     "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
     "qwen2": {"num_key_value_heads": 32},

@@ -53,6 +53,17 @@ def load_causal_lm(directory: Path, *, feature: str, dtype: Any = None) -> Any:
     return model.eval()
 
 
+def embedding_table(model: Any) -> Any:
+    """[V, E] the state at tap 0 of every token id: the embedding table, times its scale in a model that scales it."""
+    import torch
+
+    module = model.get_input_embeddings()
+    if type(module) is torch.nn.Embedding:
+        return module.weight.detach()
+    with torch.inference_mode(False), torch.no_grad():
+        return module(torch.arange(module.weight.shape[0], device=module.weight.device))
+
+
 @contextlib.contextmanager
 def _one_line_errors(directory: Path) -> Iterator[None]:
     try:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from elsi_edge.artifacts import ModelShape
 from elsi_edge.errors import MissingExtraError, ModelError
-from elsi_edge.export import embedding, quantise, surgery
+from elsi_edge.export import embedding, quantise, surgery, windows
 from elsi_edge.export.builder_fixes import corrected
 from elsi_edge.export.quantise import Moments
 from elsi_edge.export.recipe import LM_HEAD, Recipe
@@ -25,8 +25,16 @@ from elsi_edge.model_shape import require_family
 WEIGHTS_FILE = "target.weights"
 _HEAD_WIDTH = 16  # GroupQueryAttention with rotary embedding refuses anything else
 SLACK = 64  # positions beyond the context: a verification's rows that do not count
-_ROTARY = ("default", "llama3")  # rules of scaling that were compared with transformers
-_WINDOWED = ("mistral", "phi3")  # whose classes use a sliding_window without being told to
+# Rules of scaling that were compared with transformers, and families with a rule of their own.
+_ROTARY = ("default", "llama3")
+_OWN_ROTARY = {"linear": ("gemma3_text",), "longrope": ("phi3",)}
+_PARTIAL = ("phi3",)  # families with heads rotated in part that were compared with transformers
+_ROTATED_WIDTH = 16  # GroupQueryAttention takes tables for multiples of it
+_LEFT_OUT = {  # of a configuration's fields: what is not exported where they are set
+    "attn_logit_softcapping": "capped scores are",
+    "final_logit_softcapping": "capped logits are",
+    "use_bidirectional_attention": "attention to later tokens is",
+}
 _ALIGNMENT = 65536  # of large tensors, so that they can be mapped into memory
 
 
@@ -40,26 +48,52 @@ def require_supported(shape: ModelShape) -> None:
         )
 
 
-def require_plain_attention(config: Mapping[str, Any], family: str, context: int) -> None:
+def require_plain_attention(config: Mapping[str, Any], shape: ModelShape, context: int) -> None:
     """Raise ModelError for attention that the graphs would get wrong, from config.json and the context asked for."""
-    window, used = config.get("sliding_window"), config.get("use_sliding_window", family in _WINDOWED)
-    types = config.get("layer_types") or ["sliding_attention"]
-    if isinstance(window, int) and used and "sliding_attention" in types and window < context:
+    family = shape.family
+    if isinstance(config.get("text_config"), Mapping):
         raise ModelError(
-            f"the model's blocks see the last {window} tokens only (sliding_window), the context would be {context}; "
-            f"windows are not exported: give --context {window} or less, where they change nothing"
+            f"the model takes more than text ({config.get('model_type')}, with a text_config inside); exported are "
+            f"text models by themselves: save its language model ({family}) alone"
         )
-    scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    for name, what in _LEFT_OUT.items():
+        if config.get(name):
+            raise ModelError(f"{family}: {name} is {config[name]!r}; {what} not exported")
+    for scaling in _rotations(config):
+        _require_known_rotation(scaling, config, shape, context)
+
+
+def _rotations(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rules of rotary embedding, one for each kind of block where they differ."""
+    nested: Mapping[str, Any] = config.get("rope_parameters") or {}
+    kinds: list[Mapping[str, Any]] = [rule for rule in nested.values() if isinstance(rule, Mapping)]
+    return kinds or [{**(config.get("rope_scaling") or {}), **nested}]
+
+
+def _require_known_rotation(
+    scaling: Mapping[str, Any], config: Mapping[str, Any], shape: ModelShape, context: int
+) -> None:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in _ROTARY:
+    if kind not in _ROTARY and shape.family not in _OWN_ROTARY.get(kind, ()):
+        own = "".join(f", {rule} for {', '.join(families)}" for rule, families in _OWN_ROTARY.items())
         raise ModelError(
-            f"the model's rotary embedding is scaled by the rule {kind!r}; exported are {' and '.join(_ROTARY)}"
+            f"the model's rotary embedding is scaled by the rule {kind!r}; exported are {' and '.join(_ROTARY)}{own}"
         )
-    share = config.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0))
-    if share not in (None, 1, 1.0):
+    trained = scaling.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    if kind == "longrope" and isinstance(trained, int) and trained < context:
         raise ModelError(
-            f"{family}: only {share:g} of each head is rotated (partial_rotary_factor); ONNX Runtime's attention on "
-            "the CPU rotates whole heads, so it is not exported"
+            f"the model's rotary embedding changes its scale beyond {trained} tokens (longrope), the context would be "
+            f"{context}; such a change is not exported: give --context {trained} or less"
+        )
+    share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if share in (None, 1, 1.0):
+        return
+    turned = int(shape.head_width * share)
+    if shape.family not in _PARTIAL or turned % _ROTATED_WIDTH:
+        raise ModelError(
+            f"{shape.family}: only {share:g} of each head is rotated (partial_rotary_factor), {turned} of "
+            f"{shape.head_width} coordinates; exported are whole heads, and multiples of {_ROTATED_WIDTH} for "
+            f"{', '.join(_PARTIAL)}"
         )
 
 
@@ -82,6 +116,7 @@ def build_base_graph(
     built = work / "built"
     _run_builder(model_dir, built)
     graph = surgery.load_graph(built / "model.onnx")
+    windows.set_windows(graph, windows.attention_windows(model_dir, shape.blocks), reach=context + SLACK)
     surgery.replace_mask_subgraph(graph)
     surgery.select_logit_rows(graph)
     surgery.static_batch_one(graph)
@@ -105,9 +140,10 @@ def _run_builder(model_dir: Path, out: Path) -> None:
     except ImportError as error:
         raise MissingExtraError("exporting a model", extra="build", module="onnxruntime_genai") from error
     call = ("", str(model_dir), str(out), "fp32", "cpu", str(out / "cache"))
+    options = ["windowed_kv_cache=false"]  # caches hold every position: a rejected node may have been in none
     with _quiet() as said, corrected():
         try:
-            builder.create_model(*call, **builder.parse_extra_options(*call, []))
+            builder.create_model(*call, **builder.parse_extra_options(*call, options))
         except OSError:
             raise  # disk trouble: the caller knows which directory
         except Exception as error:  # the builder raises bare exceptions of many types

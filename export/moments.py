@@ -16,7 +16,7 @@ from elsi_edge.export import surgery
 from elsi_edge.export.quantise import Moments, matrices
 from elsi_edge.export.rounding import Floats
 from elsi_edge.prompts import builtin_calibration_prompts
-from elsi_edge.runtime.tree import attention_bias
+from elsi_edge.runtime.tree import attention_bias, bias_window
 from elsi_edge.text import TextCodec
 
 TOKENS = 6144  # positions measured
@@ -89,16 +89,18 @@ def _outer_products(
         for value in session.get_inputs()
         if value.name.startswith("past_key_values")
     }
+    windows = {v.name: window for v in session.get_inputs() if (window := bias_window(v.name)) is not None}
     sums = {name: np.zeros((width, width)) for name, width in wanted.items()}
     count = 0
     for row in ids:
         length = len(row)
+        places, seen = np.arange(length), np.tri(length, dtype=np.bool_)
         feeds = {
             **empty,
+            **{name: attention_bias(seen, 0, window=w, depths=places) for name, w in windows.items()},
             "input_ids": np.array([row], np.int64),
-            "logit_rows": np.arange(length),
-            "position_ids": np.arange(length)[None],
-            "attention_bias": attention_bias(np.tri(length, dtype=np.bool_), 0),
+            "logit_rows": places,
+            "position_ids": places[None],
             "seqlens_k": np.array([length - 1], np.int32),
             "total_sequence_length": np.array(length, np.int32),
         }

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from elsi_edge.errors import ModelError
 from elsi_edge.export.rounding import ACCURACY_LEVEL, BLOCK
 from elsi_edge.export.surgery import attentions, load_graph, save_graph
+from elsi_edge.runtime.tree import bias_window
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +26,8 @@ _EXTRA_INPUTS = slice(3, None)  # of MatMulNBits: zero points, g_idx, bias
 _SKIP_NORM, _SUM = "SkipSimplifiedLayerNormalization", 3  # and which of its outputs is the sum before the norm
 _SIZES = ("K", "N", "bits", "block_size")  # attributes of both kinds of product
 _TREE_WIRES = (0, 1)  # of GroupQueryAttention's inputs from the 10th on: positions and mask, which parents stand for
-_STOCK_INPUTS = ("seqlens_k", "total_sequence_length", "position_ids", "attention_bias")
+_STOCK_INPUTS = ("seqlens_k", "total_sequence_length", "position_ids")  # and the masks
+_BIAS = 10  # of GroupQueryAttention's inputs: its mask, whose name says the window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,21 @@ def write_native_graph(tree: Path, out: Path) -> bool:
         use_native_attention(model)
     except ModelError as error:
         _log.info("no native graph: %s", error)
+        return False
+    save_graph(model, out)
+    return True
+
+
+def write_native_products(stock: Path, out: Path) -> bool:
+    """Write a graph with the native products and the stock attention, beside it: for many sequences, or all taps.
+
+    False, and no file, where no product fits.
+    """
+    model = load_graph(stock)
+    try:
+        use_native_products(model)
+    except ModelError as error:
+        _log.info("no native products: %s", error)
         return False
     save_graph(model, out)
     return True
@@ -130,7 +147,7 @@ def use_native_attention(model: ir.Model) -> int:
     for node in nodes:
         _replace_attention(model, node, cached, parents)
     for value in list(model.graph.inputs):
-        if value.name in _STOCK_INPUTS:
+        if value.name in _STOCK_INPUTS or bias_window(value.name or "") is not None:
             if value.uses():
                 raise ModelError(
                     f"the graph uses {value.name} outside its attentions; the native operators cannot run it"
@@ -155,10 +172,14 @@ def _replace_attention(model: ir.Model, node: ir.Node, cached: ir.Value, parents
         packed.outputs[0].name = f"{packed.name}/output_0"
         model.graph.insert_before(node, packed)
         query = packed.outputs[0]
+    mask = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
+    window = None if mask is None else bias_window(mask.name or "")
+    if window is None:
+        raise ModelError(f"{node.name} has no mask; the native form is made from the tree form")
     numbers: dict[str, int | float] = {
         "num_heads": _integer(node, "num_heads", 0),
         "kv_num_heads": _integer(node, "kv_num_heads", 0),
-        "window": _integer(node, "local_window_size", -1),
+        "window": window or -1,
         "scale": _number(node, "scale"),
         "softcap": _number(node, "softcap"),
     }

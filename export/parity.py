@@ -32,6 +32,7 @@ Floats = NDArray[np.float32]
 # part by about half a nat, which says nothing against the graph; a wrong position, mask or tap costs several nats.
 MAX_DIVERGENCE: dict[Precision, float] = {"fp32": 1e-3, "int8": 0.1, "int4": 1.5}  # nats, mean over a text's rows
 MAX_STATE_ERROR: dict[Precision, float] = {"fp32": 2e-3, "int8": 0.1, "int4": 0.5}  # of taps and draft, relative
+_LAST = 20  # rows that are compared at the end of a sequence which passes a window
 _ROW_SLACK = 4.0  # a single row of a tree scatters more than the mean over texts
 
 
@@ -138,11 +139,19 @@ def check(
     worst = tree_divergence(target, reference, manifest, ids)
     measured["tree_divergence_nats"] = worst
     require_close("a tree's distributions", worst, allowed["tree_divergence_nats"], "nats")
+    long = long_ids(codec, target.windows, manifest.context)
+    if long:
+        beyond = window_divergence(target, reference, long)
+        measured["window_divergence_nats"] = beyond
+        require_close("distributions beyond the window", beyond, allowed["tree_divergence_nats"], "nats")
     if "target-chain" in manifest.graphs:
-        check_chain(_open_target(directory, manifest, "target-chain"), ids)
+        chain = _open_target(directory, manifest, "target-chain")
+        check_chain(chain, ids)
+        if long:
+            check_chain(chain, long, past=len(long) - _LAST)
         measured["chain_bit_identical"] = True
     if "target-native" in manifest.graphs and native_ops.report().available:
-        _check_native(directory, manifest, target, ids, allowed["tree_divergence_nats"])
+        _check_native(directory, manifest, target, [ids, long] if long else [ids], allowed["tree_divergence_nats"])
         measured["native_bit_identical"] = True
     if draft is not None:
         measured |= _check_draft(directory, manifest, reference, draft, ids, allowed)
@@ -187,13 +196,46 @@ def tree_divergence(
     return worst
 
 
-def check_chain(target: Target, ids: list[int], steps: tuple[int, ...] = (1, 2, 5, 16)) -> None:
-    """One row a step and several must give the same bits: that is what exact mode stands on. Raises ParityError."""
-    past, rest = ids[:16], ids[16:32]
+def long_ids(codec: TextCodec, windows: Sequence[int], context: int) -> list[int]:
+    """A sequence that passes the end of each window: tokens of all texts, shuffled; empty without windows."""
+    if not windows:
+        return []
+    ids = [token for text in TEXTS for token in codec.encode_raw(text)]
+    draw, found = np.random.default_rng(0), list[int]()
+    while len(found) < max(windows) + 2 * _LAST:
+        found += draw.permutation(ids).tolist()
+    return found[: min(max(windows) + 2 * _LAST, context - 1)]
+
+
+def window_divergence(target: Target, reference: Reference, ids: list[int]) -> float:
+    """The last rows of a long sequence after a past beside the source's, and a tree's there beside its paths: worst
+    row, nats."""
+    past, rest = ids[:-_LAST], ids[-_LAST:]
+    target.keep(0)
+    target.prefill(past)
+    got = target.verify(rest[0], Tree.chain(rest[1:])).logits.copy()
+    want, _ = reference.run(ids, None, last=_LAST)
+    worst = max(divergence(got[row : row + 1], want[row : row + 1]) for row in range(_LAST))
+    # Nodes 0 and 1 follow the text; 2 is another first token, under which the text goes on.
+    tokens = [rest[1], rest[2], rest[5], *rest[3:]]
+    tree = Tree(tokens=np.array(tokens, np.int64), parents=np.array([-1, 0, -1, *range(2, len(tokens) - 1)], np.int64))
+    logits = target.verify(rest[0], tree).logits.copy()
+    branch = target.verify(rest[0], Tree.chain(tokens[2:])).logits
+    worst = max(worst, *(divergence(logits[row : row + 1], got[row : row + 1]) for row in range(3)))
+    return max(worst, *(divergence(logits[r + 2 : r + 3], branch[r : r + 1]) for r in range(1, len(branch))))
+
+
+def check_chain(target: Target, ids: list[int], steps: tuple[int, ...] = (1, 2, 5, 16), past: int = 16) -> None:
+    """One row a step and several must give the same bits, after `past` tokens: that is what exact mode stands on.
+
+    Raises ParityError.
+    """
+    before, rest = ids[:past], ids[past : past + 16]
     results = []
+    target.keep(0)
+    target.prefill(before)
     for step in steps:
-        target.keep(0)
-        target.prefill(past)
+        target.keep(len(before))
         rows = []
         for start in range(0, len(rest), step):
             block = rest[start : start + step]
@@ -208,16 +250,23 @@ def check_chain(target: Target, ids: list[int], steps: tuple[int, ...] = (1, 2, 
             )
 
 
-def _check_native(directory: Path, manifest: BundleManifest, stock: OrtTarget, ids: list[int], limit: float) -> None:
+def _check_native(
+    directory: Path, manifest: BundleManifest, stock: OrtTarget, texts: Sequence[list[int]], limit: float
+) -> None:
     """The native graph against the stock one, and its rows against themselves in another company."""
     session = native_ops.open_native(directory / manifest.graphs["target-native"], SessionSettings())
     native = OrtTarget(session, shape=manifest.shape, tap_width=manifest.tap_width)
-    check_chain(native, ids)
-    logits = []
-    for target in (stock, native):
-        target.keep(0)
-        logits.append(target.run(Tree.chain(ids[1:]), ids[0], logit_rows=range(len(ids))).logits.copy())
-    require_close("the native graph's distributions", divergence(logits[1], logits[0]) / len(ids), limit, "nats")
+    for ids in texts:
+        check_chain(native, ids, past=max(16, len(ids) - _LAST))
+        start, logits = max(0, len(ids) - 2 * _LAST), []
+        for target in (stock, native):
+            target.keep(0)
+            if start:
+                target.prefill(ids[:start])
+            step = target.run(Tree.chain(ids[start + 1 :]), ids[start], logit_rows=range(len(ids) - start))
+            logits.append(step.logits.copy())
+        apart = divergence(logits[1], logits[0]) / len(logits[0])
+        require_close("the native graph's distributions", apart, limit, "nats")
 
 
 def _check_draft(

@@ -157,7 +157,7 @@ def check_request(source: SourceModel, context: int | None) -> int:
     asked = limit if context is None else context
     if context is not None and not 16 <= context <= limit:
         raise UsageError(f"--context is {context}, it must be at least 16 and at most the model's {limit}")
-    builder.require_plain_attention(read_config(source.directory), source.shape.family, asked)
+    builder.require_plain_attention(read_config(source.directory), source.shape, asked)
     return asked
 
 

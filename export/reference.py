@@ -12,7 +12,7 @@ from elsi_edge.artifacts import LayerSelection
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.draft.network import DraftCache, DraftNetwork
 from elsi_edge.errors import ModelError
-from elsi_edge.torch_model import load_causal_lm
+from elsi_edge.torch_model import embedding_table, load_causal_lm
 
 Floats = NDArray[np.float32]
 
@@ -26,10 +26,11 @@ class Reference:
         if not hasattr(base, "layers") or not hasattr(base, "norm"):
             raise ModelError(f"{directory}: found no stack of blocks with a final norm; this family is not exported")
         self._blocks, self._norm = base.layers, base.norm
-        self.embeddings: torch.Tensor = self._model.get_input_embeddings().weight.detach()
+        self.embeddings: torch.Tensor = embedding_table(self._model)
 
-    def run(self, ids: Sequence[int], selection: LayerSelection | None) -> tuple[Floats, Floats]:
-        """Logits [T, V] and the selection's taps side by side [T, M*E] (M = 0 without one)."""
+    def run(self, ids: Sequence[int], selection: LayerSelection | None, last: int = 0) -> tuple[Floats, Floats]:
+        """Logits [T, V], of the `last` rows alone where that is not 0, and the selection's taps side by side [T, M*E]
+        (M = 0 without one)."""
         found: dict[int, torch.Tensor] = {}
         handles = []
         for tap in () if selection is None else selection.taps:
@@ -41,7 +42,7 @@ class Reference:
             handles.append(module.register_forward_pre_hook(keep, with_kwargs=True))
         try:
             with torch.inference_mode():
-                logits = self._model(torch.tensor([list(ids)]), use_cache=False).logits[0]
+                logits = self._model(torch.tensor([list(ids)]), use_cache=False, logits_to_keep=last).logits[0]
                 if selection is not None and selection.state == "final-norm":
                     found = {tap: self._norm(state) for tap, state in found.items()}
         finally:

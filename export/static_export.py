@@ -23,7 +23,7 @@ from elsi_edge.export.static_graph import FloatMatrices, GraphWriter, Matrices, 
 from elsi_edge.export.static_models import EMBEDDINGS, Draft, SourceWeights, Target, draft_tensors, require_static
 from elsi_edge.export.static_quantise import ActivationBits, QdqMatrices, range_draft, range_target
 from elsi_edge.fsio import require_free
-from elsi_edge.models import SourceModel, read_source
+from elsi_edge.models import SourceModel, read_config, read_source
 from elsi_edge.runtime.options import MAX_DRAFT_NODES
 from elsi_edge.runtime.static_cache import EMBEDDING_STEM, rotary_file
 from elsi_edge.text import TextCodec
@@ -53,8 +53,9 @@ def check_static_request(source: SourceModel, settings: StaticSettings) -> int:
 
     Raises ModelError for a family or an attention that has no static form, UsageError for settings that do not fit.
     """
-    require_static(source.shape)
-    context = check_request(source, settings.context or min(DEFAULT_CONTEXT, source.shape.context))
+    asked = settings.context or min(DEFAULT_CONTEXT, source.shape.context)
+    require_static(source.shape, read_config(source.directory), asked)
+    context = check_request(source, asked)
     if settings.precision not in _PRECISIONS:
         raise UsageError(
             f"--precision is {settings.precision}, --for npu writes {' and '.join(_PRECISIONS)}; choose one of them"

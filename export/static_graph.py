@@ -8,8 +8,8 @@ same column while it is drafted and after it was accepted: the sums over a chain
 [1, 1, T, C] is added to the scores: 0 at the slots that a row sees, `HIDDEN` elsewhere.
 
 What needs integers stays outside: the runtime looks up the tokens' embeddings `embedded` [T, E] and the positions'
-rotations `cos` and `sin` [1, 1, T, D] in tables beside the graphs. QNN's HTP compiler refused both lookups: a Gather in
-a float table, and one in an int8 table.
+rotations `cos` and `sin` [1, 1, T, D] in tables beside the graphs. The QNN provider lists a Gather in an int8 table as
+unsupported, and an embedding table is read a few rows at a time, which needs no NPU.
 """
 
 import math
@@ -267,14 +267,16 @@ def attention(graph: GraphWriter, index: int, prefix: str, sources: Sequence[str
     graph.output(new_value, [1, kv_heads, count, width])
     past_key = graph.input(f"past.{index}.key", [1, kv_heads, width, rows.slots])
     past_value = graph.input(f"past.{index}.value", [1, kv_heads, rows.slots, width])
-    graph.node("MatMul", [new_key, "write"], own("key.placed"))
-    graph.node("Add", [past_key, own("key.placed")], own("keys"))
     graph.node("MatMul", ["write.transposed", new_value], own("value.placed"))
     graph.node("Add", [past_value, own("value.placed")], own("values"))
     # Heads that share keys lie side by side, so that one product per kv head serves them all.
     graph.node("Mul", [queries, graph.constant(width**-0.5)], own("scaled"))
     grouped = graph.reshape(own("scaled"), [1, kv_heads, heads // kv_heads * count, width], own("grouped"))
-    graph.node("MatMul", [grouped, own("keys")], own("scores.grouped"))
+    # Scores of new keys are put into their columns, rather than the keys: the cache is then read as it is, not summed.
+    graph.node("MatMul", [grouped, past_key], own("scores.past"))
+    graph.node("MatMul", [grouped, new_key], own("scores.new"))
+    graph.node("MatMul", [own("scores.new"), "write"], own("scores.placed"))
+    graph.node("Add", [own("scores.past"), own("scores.placed")], own("scores.grouped"))
     scores = graph.reshape(own("scores.grouped"), [1, heads, count, rows.slots], own("scores"))
     graph.node("Add", [scores, "mask"], own("masked"))
     graph.node("Softmax", [own("masked")], own("weights"), axis=-1)

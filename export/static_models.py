@@ -36,12 +36,28 @@ DRAFT = "draft."  # what the names of a draft's values and weights begin with
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-def require_static(shape: ModelShape) -> None:
-    """Raise ModelError before any long work for a family that has no static form."""
+def require_static(shape: ModelShape, config: Mapping[str, Any], context: int) -> None:
+    """Raise ModelError before any long work for a family or an attention that has no static form.
+
+    `config` is config.json. Its windows and scalings are asked for here as well, since dynamic graphs may learn them.
+    """
     if shape.family not in STATIC_FAMILIES:
         raise ModelError(
             f"models of type {shape.family!r} have no static form; checked are: {', '.join(STATIC_FAMILIES)}. "
             "Export it with --for cpu"
+        )
+    window, used = config.get("sliding_window"), config.get("use_sliding_window", shape.family == "mistral")
+    if isinstance(window, int) and used and window < context:
+        raise ModelError(
+            f"the model's blocks see the last {window} tokens only (sliding_window), the context would be {context}; "
+            f"static graphs have no windows: give --context {window} or less, or export it with --for cpu"
+        )
+    scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind, share = scaling.get("rope_type", scaling.get("type", "default")), config.get("partial_rotary_factor")
+    if kind not in ("default", "llama3") or scaling.get("partial_rotary_factor", share) not in (None, 1, 1.0):
+        raise ModelError(
+            f"the model's rotary embedding (rule {kind!r}, or a part of each head) has no static form; "
+            "export it with --for cpu"
         )
 
 

@@ -6,7 +6,9 @@ Here it becomes, without touching the weights file:
 - inputs `seqlens_k` [1] int32 and `total_sequence_length` [] int32 in place of the attention-mask subgraph;
 - an input `logit_rows` [R] int64: the rows whose logits are wanted (a prefill wants one, a verification all of them);
 - taps: the residual stream entering block t as an extra output;
-- **tree** form: `position_ids` [1, T] int64 and `attention_bias` [1, 1, T, S + T] float32 wired to every attention;
+- **tree** form: `position_ids` [1, T] int64 and `attention_bias` [1, 1, T, S + T] float32 wired to every attention.
+  Blocks that see the last W positions only read `attention_bias.W` instead: the operator's own window counts columns,
+  and in a tree those are not positions. In the other forms they are, and the operator's window stays;
 - **chain** form (the exact mode of int4 and int8): every attention sees one more query row, a copy of the last one,
   which is dropped after it. GroupQueryAttention sums in another order for one query row than for several; with at
   least two rows always, one token a step and many a step agree bit for bit. The extra key and value land beyond the end
@@ -23,6 +25,7 @@ import numpy as np
 import onnx_ir as ir
 
 from elsi_edge.errors import ModelError
+from elsi_edge.runtime.tree import bias_name
 
 GraphForm = Literal["tree", "chain"]
 
@@ -31,6 +34,8 @@ _PRODUCTS = ("MatMul", "MatMulNBits")
 _GQA_TABLES = (7, 8)  # cosines and sines, inputs of com.microsoft.GroupQueryAttention
 _GQA_POSITION_IDS, _GQA_ATTENTION_BIAS = 9, 10  # inputs of com.microsoft.GroupQueryAttention
 _GQA_SEQLENS_K, _GQA_TOTAL = 5, 6
+_WINDOW = "local_window_size"  # attribute of com.microsoft.GroupQueryAttention: columns, the row's own included
+_WINDOW_CACHE = "sliding_window_cache"  # one that lets go of what lies before the window; ours holds every position
 _SKIP_RESIDUAL = 3  # output of SkipSimplifiedLayerNormalization: the sum that enters the norm
 
 
@@ -112,13 +117,29 @@ def wire_tree_inputs(model: ir.Model) -> None:
     """Positions and an additive mask for every attention: rows are tree nodes, positions their depths."""
     _drop_position_ids(model)
     positions = ir.Value(name="position_ids", shape=ir.Shape([1, "T"]), type=ir.TensorType(ir.DataType.INT64))
-    bias = ir.Value(
-        name="attention_bias", shape=ir.Shape([1, 1, "T", "S_plus_T"]), type=ir.TensorType(ir.DataType.FLOAT)
-    )
+    biases: dict[str, ir.Value] = {}
     for node in attentions(model):
+        name = bias_name(window_of(node))
+        if name not in biases:
+            shape = ir.Shape([1, 1, "T", "S_plus_T"])
+            biases[name] = ir.Value(name=name, shape=shape, type=ir.TensorType(ir.DataType.FLOAT))
         _set_input(node, _GQA_POSITION_IDS, positions)
-        _set_input(node, _GQA_ATTENTION_BIAS, bias)
-    model.graph.inputs.extend([positions, bias])
+        _set_input(node, _GQA_ATTENTION_BIAS, biases[name])
+        set_window(node, -1)
+    model.graph.inputs.extend([positions, *biases.values()])
+
+
+def window_of(node: ir.Node) -> int:
+    """Positions that an attention sees, itself included; -1 for all."""
+    attribute = node.attributes.get(_WINDOW)
+    return -1 if attribute is None else int(attribute.as_int())
+
+
+def set_window(node: ir.Node, window: int) -> None:
+    """Let an attention see the last `window` columns, -1 for all, in a cache that holds every position."""
+    node.attributes.pop(_WINDOW_CACHE, None)
+    if window_of(node) != window:
+        node.attributes[_WINDOW] = ir.AttrInt64(_WINDOW, window)
 
 
 def append_query_row(model: ir.Model) -> None:

@@ -104,15 +104,17 @@ def target_bytes(shape: ModelShape, precision: Precision, context: int) -> dict[
     whole = shape.width % _BLOCK == 0
     shared = shape.tied_embeddings and (precision == "fp32" or whole)
     table = head.bytes("int8" if whole and not shape.tied_embeddings and precision != "fp32" else "fp32")
-    norms = (2 * shape.blocks + 1) * shape.width
-    if shape.family == "qwen3":
+    sandwich = shape.family == "gemma3_text"  # norms after each half of a block too, and angles by kind of block
+    norms = ((4 if sandwich else 2) * shape.blocks + 1) * shape.width
+    if shape.family in ("gemma3_text", "qwen3"):
         norms += 2 * shape.blocks * shape.head_width
+    angles = _rotary_bytes(min(context + _SLACK, shape.context), shape.head_width)
     return {
         "block matrices": sum(matrix.bytes(precision) for matrix in block_matrices(shape)),
         "lm_head": head.bytes(precision),
         "embedding table": 0 if shared else table,
         "norms": 4 * norms,
-        "rotary tables": _rotary_bytes(min(context + _SLACK, shape.context), shape.head_width),
+        "rotary tables": 2 * angles if sandwich else angles,
     }
 
 

@@ -12,7 +12,7 @@ from elsi_edge.artifacts import ModelShape
 from elsi_edge.errors import BundleError
 from elsi_edge.runtime.kv_cache import KvCache
 from elsi_edge.runtime.ort import BoundGraph, Scratch
-from elsi_edge.runtime.tree import Tree, attention_bias
+from elsi_edge.runtime.tree import Tree, attention_bias, bias_window
 
 PREFILL_ROWS = 256  # tokens a prefill call takes: bounds activations and the mask
 
@@ -62,7 +62,10 @@ class OrtTarget:
             )
         self.cache = KvCache(blocks=blocks, kv_heads=shape.kv_heads, head_width=shape.head_width)
         self._native = "parents" in graph.inputs  # its attention takes parents, and sums in path order
-        self.is_tree = self._native or "attention_bias" in graph.inputs
+        # Masks by the window of the blocks that read them, 0 for blocks that see everything.
+        found = {name: bias_window(name) for name in graph.inputs}
+        self._biases = {name: window for name, window in found.items() if window is not None}
+        self.is_tree = self._native or bool(self._biases)
         self.vocab_size, self.tap_width = shape.vocab_size, tap_width
         # The chain form's attention sees one more row than the matrices do, and writes it beyond the end.
         self._extra = 0 if self.is_tree else 1
@@ -79,6 +82,11 @@ class OrtTarget:
     def length(self) -> int:
         """S, tokens in the cache."""
         return self.cache.length
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Positions that blocks see which do not see everything, ascending; of a graph in the tree form."""
+        return tuple(sorted(window for window in self._biases.values() if window > 0))
 
     def keep(self, rows: int) -> None:
         """Forget everything but the first `rows` tokens of the cache; its buffers stay."""
@@ -134,6 +142,9 @@ class OrtTarget:
     def _bind_tree(self, tree: Tree, rows: int, cached: int) -> None:
         positions = self._scratch.array("positions", (1, rows), np.int64)
         positions[0] = cached + tree.depths()
-        flat = self._scratch.flat("bias", rows * (cached + rows), np.float32)
         self._graph.use("position_ids", positions)
-        self._graph.bind_input("attention_bias", attention_bias(tree.ancestors(), cached, out=flat))
+        seen, depths = tree.ancestors(), tree.depths()
+        for name, window in self._biases.items():
+            flat = self._scratch.flat(name, rows * (cached + rows), np.float32)
+            bias = attention_bias(seen, cached, out=flat, window=window, depths=depths)
+            self._graph.bind_input(name, bias)

@@ -109,12 +109,36 @@ def best_first(
     )
 
 
-def attention_bias(seen: NDArray[np.bool_], cached: int, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+BIAS = "attention_bias"  # a target graph's input: the mask of its blocks that see everything
+
+
+def bias_name(window: int) -> str:
+    """The input that masks the blocks which see the last `window` positions; of 0 or less: all of them."""
+    return f"{BIAS}.{window}" if window > 0 else BIAS
+
+
+def bias_window(name: str) -> int | None:
+    """The window that an input of `bias_name` masks, 0 for none; None for another input."""
+    if name == BIAS:
+        return 0
+    head, _, tail = name.rpartition(".")
+    return int(tail) if head == BIAS and tail.isdigit() else None
+
+
+def attention_bias(
+    seen: NDArray[np.bool_],
+    cached: int,
+    out: NDArray[np.float32] | None = None,
+    *,
+    window: int = 0,
+    depths: NDArray[np.int64] | None = None,
+) -> NDArray[np.float32]:
     """[1, 1, T, S + W] additive mask: 0 for the S cached columns and every column seen, the lowest float elsewhere.
 
     `seen` [T, W] says which of the last W columns each row sees (W = T when the rows themselves are all that is not
-    cached). `out` is a flat buffer of at least T * (S + W) floats to write into, so that a round allocates nothing that
-    grows with the context.
+    cached). With a `window` a row sees that many positions at most, itself and those before it; positions are counted
+    along its path, by `depths` [T], since a tree's columns are not positions (W = T then). `out` is a flat buffer of at
+    least T * (S + W) floats to write into, so that a round allocates nothing that grows with the context.
     """
     rows, width = seen.shape
     total = cached + width
@@ -122,5 +146,9 @@ def attention_bias(seen: NDArray[np.bool_], cached: int, out: NDArray[np.float32
         out = np.empty(rows * total, np.float32)
     bias = out[: rows * total].reshape(rows, total)
     bias[:, :cached] = 0.0
+    if window > 0 and depths is not None:
+        seen = seen & (depths[:, None] - depths[None, :] < window)
+        for row, depth in enumerate(depths.tolist()):
+            bias[row, : min(cached, max(0, cached + depth + 1 - window))] = np.finfo(np.float32).min
     bias[:, cached:] = np.where(seen, np.float32(0.0), np.finfo(np.float32).min)
     return bias.reshape(1, 1, rows, total)

@@ -15,7 +15,7 @@ from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.draft.network import Block, DraftNetwork
 from elsi_edge.draft.settings import TrainSettings
 from elsi_edge.errors import ConfigError, DraftError, ModelError
-from elsi_edge.torch_model import load_causal_lm
+from elsi_edge.torch_model import embedding_table, load_causal_lm
 
 _HEAD_WIDTH = 16  # GroupQueryAttention with rotary embedding takes multiples of it
 _WIDTH = 32  # weights per quantisation block
@@ -26,11 +26,12 @@ _EMBEDDING_START = 0.02  # standard deviation of the embedding half of the fused
 class SourceWeights:
     """Weights of the target, float32, without gradients."""
 
-    embeddings: Tensor  # [at least V, E]
+    embeddings: Tensor  # [at least V, E], as they enter the target's first block: times its scale where it has one
     final_norm: Tensor | None  # [E]
     head: Tensor  # [V, E]
     blocks: tuple[dict[str, Tensor], ...]  # last two blocks, the very last at the end (see `_PATHS`); what exists
     biases: tuple[str, ...] = ()  # weights of the last block that add a bias, which a draft does not have
+    others: tuple[str, ...] = ()  # what else its last block does and a draft does not, in words
 
     @property
     def block(self) -> dict[str, Tensor]:
@@ -49,12 +50,15 @@ _PATHS = {
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
 }
+# Gemma 3's blocks norm what each half yields besides; the norm before the MLP is another there, and gains are 1 + w.
+_SANDWICH = "pre_feedforward_layernorm"
+_GAIN_LESS_ONE = ("Gemma3RMSNorm",)
 
 
 def read_source(directory: Path, shape: ModelShape) -> SourceWeights:
     """Load the source model once and keep what training needs. Raises ModelError, MissingExtraError."""
     model = load_causal_lm(directory, feature="training a draft", dtype=torch.float32)
-    embeddings = model.get_input_embeddings().weight.detach().clone()
+    embeddings = embedding_table(model).clone()
     output = model.get_output_embeddings()
     if output is None or embeddings.shape[1] != shape.width or output.weight.shape[0] < shape.vocab_size:
         found = "none" if output is None else list(output.weight.shape)
@@ -65,7 +69,7 @@ def read_source(directory: Path, shape: ModelShape) -> SourceWeights:
     decoder = model.get_decoder()
     layers = list(decoder.layers)[-2:] if hasattr(decoder, "layers") else [None]
     blocks = tuple(
-        {name: weight for name, path in _PATHS.items() if (weight := _weight(layer, path)) is not None}
+        {name: weight for name, path in _paths(layer).items() if (weight := _weight(layer, path)) is not None}
         for layer in layers
     )
     biases = tuple(name for name, path in _PATHS.items() if _weight(layers[-1], path, "bias") is not None)
@@ -75,7 +79,18 @@ def read_source(directory: Path, shape: ModelShape) -> SourceWeights:
         head=output.weight.detach().clone(),
         blocks=blocks,
         biases=biases,
+        others=_others(layers[-1]),
     )
+
+
+def _paths(layer: Any) -> dict[str, str]:
+    return _PATHS | ({"mlp_norm": _SANDWICH} if hasattr(layer, _SANDWICH) else {})
+
+
+def _others(layer: Any) -> tuple[str, ...]:
+    if not hasattr(layer, _SANDWICH):
+        return ()
+    return ("norms after attention and MLP, and GELU: the target's last block has them, the draft has SiLU and none",)
 
 
 @torch.no_grad()
@@ -105,6 +120,7 @@ def initialise(
     refusals: list[str] = []
     if source.biases:
         refusals.append(f"biases of {', '.join(source.biases)}: the target's last block adds them, the draft has none")
+    refusals += source.others
     for index, block in enumerate(network.blocks):
         place = len(source.blocks) - len(network.blocks) + index
         _start_block(block, source.blocks[max(0, place)], generator, refusals)
@@ -195,7 +211,10 @@ def _weight(module: Any, path: str, name: str = "weight") -> Tensor | None:
     for part in path.split("."):
         module = getattr(module, part, None)
     weight = getattr(module, name, None)
-    return weight.detach().clone() if isinstance(weight, Tensor) else None
+    if not isinstance(weight, Tensor):
+        return None
+    kept = weight.detach().clone()
+    return kept + 1.0 if type(module).__name__ in _GAIN_LESS_ONE else kept
 
 
 def draft_config(shape: ModelShape, settings: TrainSettings | None = None, **structure: Any) -> DraftConfig:
