@@ -24,8 +24,10 @@ import torch
 torch.set_num_threads(1)
 from elsi_edge.draft.settings import TrainSettings
 from elsi_edge.draft.train import train
+from elsi_edge.processes import processes
 for out, values in json.loads(sys.argv[1]).items():
     train(Path(values.pop("shards")), Path("model"), Path(out), TrainSettings(**values))
+processes().end()  # as the command does: without it a thread of the group may outlive the interpreter
 """
 LAUNCH = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
 QUIET = ["--mixed_precision", "no", "--dynamo_backend", "no"]
