@@ -39,6 +39,11 @@ GraphRole = Literal[
     "static-entry",
     "static-level",
 ]
+# Graphs of plain-only bundles, and their forms with the native products and the stock attention.
+NATIVE_PRODUCTS: Mapping[GraphRole, GraphRole] = {
+    "target-states": "target-states-native",
+    "target-batch": "target-batch-native",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,29 +40,17 @@ class NativeChange:
     left: int  # MatMulNBits nodes that do not fit
 
 
-def write_native_graph(tree: Path, out: Path) -> bool:
-    """Write the native form of a graph in the tree form, beside it. False, and no file, where the family has none."""
-    model = load_graph(tree)
-    try:
-        use_native_products(model)
-        use_native_attention(model)
-    except ModelError as error:
-        _log.info("no native graph: %s", error)
-        return False
-    save_graph(model, out)
-    return True
-
-
-def write_native_products(stock: Path, out: Path) -> bool:
-    """Write a graph with the native products and the stock attention, beside it: for many sequences, or all taps.
-
-    False, and no file, where no product fits.
+def write_native_graph(stock: Path, out: Path, *, attention: bool = True) -> bool:
+    """Write the native form of a graph beside it: of one in the tree form, or without `attention` its products alone,
+    which serves many sequences and all taps. False, and no file, where the family has none.
     """
     model = load_graph(stock)
     try:
         use_native_products(model)
+        if attention:
+            use_native_attention(model)
     except ModelError as error:
-        _log.info("no native products: %s", error)
+        _log.info("no native graph: %s", error)
         return False
     save_graph(model, out)
     return True

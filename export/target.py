@@ -1,18 +1,13 @@
 """The target's graphs of a bundle: one weights file, and small graphs that name parts of it."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import onnx_ir as ir
 
 from elsi_edge.artifacts import LayerSelection, ModelShape, Precision
-from elsi_edge.bundle import GraphRole
+from elsi_edge.bundle import NATIVE_PRODUCTS, GraphRole
 from elsi_edge.export import native_graph, surgery
 
-_NATIVE_PRODUCTS: Mapping[GraphRole, GraphRole] = {
-    "target-states": "target-states-native",
-    "target-batch": "target-batch-native",
-}
 STATES_PREFIX = "tap."  # outputs tap.0 ... tap.L of the states graph
 
 
@@ -40,8 +35,8 @@ def write_target_graphs(
         _write_states(base, out / "target-states.onnx", shape)
         graphs["target-batch"] = "target-batch.onnx"
         _write_batch(base, out / "target-batch.onnx")
-        for role, native in _NATIVE_PRODUCTS.items():
-            if native_graph.write_native_products(out / graphs[role], out / f"{native}.onnx"):
+        for role, native in NATIVE_PRODUCTS.items():
+            if native_graph.write_native_graph(out / graphs[role], out / f"{native}.onnx", attention=False):
                 graphs[native] = f"{native}.onnx"
     return graphs
 

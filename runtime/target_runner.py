@@ -6,7 +6,7 @@ the processor time of one call on as many threads, and share one set of packed w
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from elsi_edge.artifacts import (
     TargetRecord,
     TargetStates,
 )
-from elsi_edge.bundle import Bundle, GraphRole
+from elsi_edge.bundle import NATIVE_PRODUCTS, Bundle, GraphRole
 from elsi_edge.errors import BundleError
 from elsi_edge.machine import cores
 from elsi_edge.runtime import native_ops
@@ -35,10 +35,6 @@ from elsi_edge.runtime.target import OrtTarget
 from elsi_edge.runtime.tree import Tree, attention_bias, bias_window
 from elsi_edge.text import TextCodec
 
-_NATIVE: Mapping[GraphRole, GraphRole] = {
-    "target-states": "target-states-native",
-    "target-batch": "target-batch-native",
-}
 _CHUNK = 8  # rows of logits that are ranked at a time: they stay in the cache of a core
 
 
@@ -145,7 +141,7 @@ class BundleRunner:
 
     def _open(self, role: GraphRole, settings: SessionSettings) -> ort.InferenceSession:
         """The graph with the native products where they run here, else as it is."""
-        native = _NATIVE.get(role)
+        native = NATIVE_PRODUCTS.get(role)
         if native is not None and native_ops.path_for(self._bundle.manifest.graphs, settings, role=native):
             return native_ops.open_native(self._bundle.graph(native), settings)
         return open_session(self._bundle.graph(role), settings)
