@@ -1,13 +1,13 @@
 """From a source model, and a draft if there is one, to a bundle that was checked before it appeared."""
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from elsi_edge.artifacts import BITS, BYTES_PER_WEIGHT, DRAFT_PRECISION, LayerSelection, Precision
-from elsi_edge.bundle import BundleManifest, GraphRole, new_bundle
+from elsi_edge.bundle import BundleManifest, GraphRole, StaticForm, new_bundle
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.errors import DraftError, UsageError
 from elsi_edge.export import builder, draft_graph, moments, parity, target
@@ -87,27 +87,51 @@ def export_bundle(
         shutil.rmtree(work)
         (writer.directory / "base.onnx").unlink()
         codec.save(writer.directory)
-        manifest = BundleManifest(
-            model=source.reference,
-            slug=source.slug,
-            shape=source.shape,
-            target_fingerprint=source.fingerprint,
+        manifest = describe(
+            source,
+            codec,
+            draft,
             precision=settings.precision,
             context=context,
-            graphs={str(role): name for role, name in graphs.items()},
-            selection=selection,
-            draft=None if draft is None else draft.config,
+            graphs=graphs,
             quantisation={
                 "target": recipe.to_json(counts),
                 "draft": None if draft is None else Recipe(bits=BITS[draft_precision]).to_json(),
             },
-            tokenizer_sha256=codec.tokenizer_sha256,
-            template_sha256=codec.template_sha256,
-            licence=str(read_source(source.directory).get("licence", "unknown")),
         )
         say("checking the graphs against the source model")
         measured: dict[str, Any] = parity.check(writer.directory, manifest, source, draft, draft_precision)
-        return writer.finish(BundleManifest(**{**manifest.__dict__, "parity": measured}))
+        return writer.finish(replace(manifest, parity=measured))
+
+
+def describe(
+    source: SourceModel,
+    codec: TextCodec,
+    draft: LoadedDraft | None,
+    *,
+    precision: Precision,
+    context: int,
+    graphs: Mapping[GraphRole, str],
+    quantisation: Mapping[str, Any],
+    static: StaticForm | None = None,
+) -> BundleManifest:
+    """The manifest of a bundle, without what a check measures."""
+    return BundleManifest(
+        model=source.reference,
+        slug=source.slug,
+        shape=source.shape,
+        target_fingerprint=source.fingerprint,
+        precision=precision,
+        context=context,
+        graphs={str(role): name for role, name in graphs.items()},
+        selection=None if draft is None else draft.config.selection,
+        draft=None if draft is None else draft.config,
+        quantisation=quantisation,
+        static=static,
+        tokenizer_sha256=codec.tokenizer_sha256,
+        template_sha256=codec.template_sha256,
+        licence=str(read_source(source.directory).get("licence", "unknown")),
+    )
 
 
 def disk_needed(weights: int, precision: Precision) -> int:

@@ -18,12 +18,12 @@ from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.errors import ModelError, UsageError
 from elsi_edge.export import moments, static_check
 from elsi_edge.export.draft_graph import rotary_tables as draft_rotary_tables
-from elsi_edge.export.pipeline import check_request, disk_needed, require_same_target
+from elsi_edge.export.pipeline import check_request, describe, disk_needed, require_same_target
 from elsi_edge.export.static_graph import FloatMatrices, GraphWriter, Matrices, Ranges, Rows, WeightFile, rotary_table
 from elsi_edge.export.static_models import EMBEDDINGS, Draft, SourceWeights, Target, draft_tensors, require_static
 from elsi_edge.export.static_quantise import ActivationBits, QdqMatrices, range_draft, range_target
 from elsi_edge.fsio import require_free
-from elsi_edge.models import SourceModel, read_config, read_source
+from elsi_edge.models import SourceModel, read_config
 from elsi_edge.runtime.options import MAX_DRAFT_NODES
 from elsi_edge.runtime.static_cache import EMBEDDING_STEM, rotary_file
 from elsi_edge.text import TextCodec
@@ -185,16 +185,13 @@ class _Making:
         recipe: dict[str, Any] = {"operator": "Gemm", "bits": 32}
         if settings.precision == "int8":
             recipe = {"operator": "QDQ Gemm", "bits": 8, "activation_bits": settings.activation_bits, "texts": _TEXTS}
-        return BundleManifest(
-            model=source.reference,
-            slug=source.slug,
-            shape=source.shape,
-            target_fingerprint=source.fingerprint,
+        return describe(
+            source,
+            codec,
+            draft,
             precision=settings.precision,
             context=self.context,
-            graphs={str(role): name for role, name in graphs.items()},
-            selection=None if draft is None else draft.config.selection,
-            draft=None if draft is None else draft.config,
+            graphs=graphs,
             quantisation={"target": recipe, "draft": None if draft is None else recipe},
             static=StaticForm(
                 prefill_rows=settings.prefill_rows,
@@ -202,9 +199,6 @@ class _Making:
                 level_rows=0 if draft is None else self._level_rows(),
                 activation_bits=32 if settings.precision == "fp32" else settings.activation_bits,
             ),
-            tokenizer_sha256=codec.tokenizer_sha256,
-            template_sha256=codec.template_sha256,
-            licence=str(read_source(source.directory).get("licence", "unknown")),
         )
 
 
