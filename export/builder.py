@@ -105,12 +105,12 @@ def build_base_graph(
     *,
     context: int,
     moments: Callable[[Path], Moments] | None = None,
-) -> Mapping[int, int]:
+) -> quantise.Quantised:
     """Build the fused graph base.onnx in `work`, its weights in one file, `WEIGHTS_FILE`, beside it.
 
     The tables of angles reach to `context` tokens. `work` is a directory of the caller, which holds the float32
-    intermediate too, so that no other disk fills; on it `moments` measures what compensated rounding needs. Returns how
-    many matrices got how many bits. Raises ModelError when the builder refuses the model, UsageError for a recipe's
+    intermediate too, so that no other disk fills; on it `moments` measures what compensated rounding needs. Returns
+    what became of the matrices. Raises ModelError when the builder refuses the model, UsageError for a recipe's
     pattern that names no matrix, MissingExtraError without the builder.
     """
     built = work / "built"
@@ -123,7 +123,7 @@ def build_base_graph(
     surgery.cut_rotary_tables(graph, context + SLACK)
     surgery.save_graph(graph, built / "base.onnx")
     measured = None if moments is None else moments(built / "base.onnx")
-    counts = quantise.quantise_graph(graph, recipe, measured)
+    quantised = quantise.quantise_graph(graph, recipe, measured)
     head = recipe.bits_of(LM_HEAD)
     if shape.tied_embeddings and head != 32:
         embedding.share_embedding(graph, bits=head, block=BLOCK, vocab_size=shape.vocab_size, width=shape.width)
@@ -131,7 +131,10 @@ def build_base_graph(
         embedding.quantise_embedding(graph, block=BLOCK, width=shape.width)
     surgery.remove_unused(graph)
     ir.save(graph, work / "base.onnx", external_data=WEIGHTS_FILE, alignment=_ALIGNMENT)
-    return counts
+    stored = surgery.load_graph(work / "base.onnx")
+    embedding.read_in_place(stored)
+    surgery.save_graph(stored, work / "base.onnx")
+    return quantised
 
 
 def _run_builder(model_dir: Path, out: Path) -> None:

@@ -10,6 +10,7 @@ from elsi_edge.export import surgery
 from elsi_edge.export.rounding import quantise
 
 _BITS = 8  # of a table that is no lm_head's
+_RESHAPE = "/embed/Reshape"
 
 
 def share_embedding(model: ir.Model, *, bits: int, block: int, vocab_size: int, width: int) -> bool:
@@ -24,10 +25,36 @@ def share_embedding(model: ir.Model, *, bits: int, block: int, vocab_size: int, 
     weight, scales = head.inputs[1], head.inputs[2]
     assert weight is not None and scales is not None
     shape = surgery.constant(model, "/embed/shape", [vocab_size, width * bits // 8])
-    reshape = ir.node("Reshape", [weight, shape], name="/embed/Reshape")
-    reshape.outputs[0].name = "/embed/Reshape/output_0"
+    reshape = ir.node("Reshape", [weight, shape], name=_RESHAPE)
+    reshape.outputs[0].name = f"{_RESHAPE}/output_0"
     _replace_lookup(model, reshape.outputs[0], scales, bits=bits, block=block, before=[reshape])
     return True
+
+
+def read_in_place(model: ir.Model) -> None:
+    """Let a lookup that shares the lm_head's blocks name their bytes a second time, in its own shape.
+
+    To be called on a graph whose weights lie in their file: ONNX Runtime would compute the Reshape of `share_embedding`
+    once per graph when it opens it, and keep a copy of the whole table, for the target and for the draft.
+    """
+    reshape = next((node for node in model.graph if node.name == _RESHAPE), None)
+    if reshape is None:
+        return
+    blocks, shape = reshape.inputs
+    assert blocks is not None and shape is not None and shape.const_value is not None
+    stored = blocks.const_value
+    if not isinstance(stored, ir.ExternalTensor):
+        return
+    rows, width = shape.const_value.numpy().tolist()
+    name, form = f"{blocks.name}_rows", ir.Shape([rows, width])
+    tensor = ir.ExternalTensor(
+        stored.location, stored.offset, stored.length, stored.dtype, shape=form, name=name, base_dir=stored.base_dir
+    )
+    value = ir.Value(name=name, shape=form, type=ir.TensorType(stored.dtype), const_value=tensor)
+    model.graph.register_initializer(value)
+    ir.convenience.replace_all_uses_with(reshape.outputs[0], value)
+    model.graph.remove(reshape, safe=True)
+    surgery.remove_unused(model)
 
 
 def quantise_embedding(model: ir.Model, *, block: int, width: int) -> bool:

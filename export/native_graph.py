@@ -1,20 +1,22 @@
 """The second, tiny graph of a bundle: the stock one with the native operators' names in it, over the same weights.
 
-MatMulNBits with 4- or 8-bit weights in symmetric blocks of 32 becomes MatMulBlocks, and SiLU(product) * product
-GatedBlocks; a residual sum with its norm that one of these alone reads is folded into it (NormMatMulBlocks,
-NormGatedBlocks). What does not fit stays as it is.
+MatMulNBits with 4- or 8-bit weights in symmetric blocks of 32 becomes MatMulBlocks, with its offsets where it has some
+(elsi_edge.export.offsets), and SiLU(product) * product GatedBlocks; a residual sum with its norm that one of these
+alone reads is folded into it (NormMatMulBlocks, NormGatedBlocks). What does not fit stays as it is.
 GroupQueryAttention becomes TreeAttention: in place of mask, positions and lengths the graph takes `cached` [1] int32,
 the slots in use, and `parents` [T] int64, the row of each row's parent, -1 where its parent is the last cached token.
 Where rows follow those of earlier calls that are not among the cached, `parents` [W] begins with the parents of those.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
 
 from elsi_edge.errors import ModelError
+from elsi_edge.export import offsets
 from elsi_edge.export.rounding import ACCURACY_LEVEL, BLOCK
 from elsi_edge.export.surgery import attentions, load_graph, save_graph
 from elsi_edge.runtime.tree import bias_window
@@ -22,6 +24,7 @@ from elsi_edge.runtime.tree import bias_window
 _log = logging.getLogger(__name__)
 
 DOMAIN = "elsi.edge"  # as elsi_edge.runtime.native_ops has it; the rooms do not import each other
+_LEVELS = 2  # inputs of a product's own matrix: levels and scales; those of its offsets come after
 _EXTRA_INPUTS = slice(3, None)  # of MatMulNBits: zero points, g_idx, bias
 _SKIP_NORM, _SUM = "SkipSimplifiedLayerNormalization", 3  # and which of its outputs is the sum before the norm
 _SIZES = ("K", "N", "bits", "block_size")  # attributes of both kinds of product
@@ -34,7 +37,8 @@ _BIAS = 10  # of GroupQueryAttention's inputs: its mask, whose name says the win
 class NativeChange:
     """What was replaced in a graph."""
 
-    products: int  # MatMulNBits nodes, those of gated pairs included
+    products: int  # matrices, those of gated pairs included
+    with_offsets: int  # of those
     gated: int  # pairs of products, SiLU of one times the other, that became GatedBlocks
     normed: int  # norms that were folded into the product that reads them
     left: int  # MatMulNBits nodes that do not fit
@@ -58,38 +62,76 @@ def write_native_graph(stock: Path, out: Path, *, attention: bool = True) -> boo
 
 def use_native_products(model: ir.Model) -> NativeChange:
     """Replace every matrix product that the native kernels can run. Raises ModelError when there is none."""
-    products = [node for node in model.graph if node.op_type == "MatMulNBits"]
-    fitting = [node for node in products if _fits(node)]
+    quantised = [node for node in model.graph if node.op_type == "MatMulNBits"]
+    fitting = [node for node in quantised if _fits(node)]
     if not fitting:
         raise ModelError(
-            f"none of the graph's {len(products)} quantised products has symmetric 4- or 8-bit weights in blocks of "
+            f"none of the graph's {len(quantised)} quantised products has symmetric 4- or 8-bit weights in blocks of "
             f"{BLOCK}; the native operators cannot run it"
         )
+    with_offsets = sum(_replace_with_offsets(model, node) for node in list(model.graph) if node.op_type == "Add")
+    plain = [node for node in model.graph if node.op_type == "MatMulNBits" and _fits(node)]
+    for node in plain:
+        _swap(model, node, _native_product(node, node.inputs[1:3]))
     gated = sum(_replace_gated(model, node) for node in list(model.graph) if node.op_type == "Mul")
-    for node in model.graph:
-        if node.op_type == "MatMulNBits" and _fits(node):
-            _replace(model, node)
     normed = sum(_fold_norm(model, node) for node in list(model.graph) if node.op_type == _SKIP_NORM)
     model.opset_imports[DOMAIN] = 1
-    return NativeChange(products=len(fitting), gated=gated, normed=normed, left=len(products) - len(fitting))
+    return NativeChange(
+        products=with_offsets + len(plain),
+        with_offsets=with_offsets,
+        gated=gated,
+        normed=normed,
+        left=len(quantised) - len(fitting),
+    )
+
+
+def _native_product(node: ir.Node, weights: Sequence[ir.Value | None]) -> ir.Node:
+    sizes = {name: _integer(node, name, 0) for name in _SIZES}
+    return ir.node("MatMulBlocks", [node.inputs[0], *weights], attributes=sizes, domain=DOMAIN, name=node.name)
+
+
+def _replace_with_offsets(model: ir.Model, node: ir.Node) -> bool:
+    """Replace (x times levels) + (sums of x over blocks) times offsets, as `elsi_edge.export.quantise` writes it."""
+    main, extra = (value.producer() if value is not None else None for value in node.inputs)
+    if main is None or extra is None or {main.op_type, extra.op_type} != {"MatMulNBits"}:
+        return False
+    sums = extra.inputs[0].producer() if extra.inputs[0] is not None else None
+    split = sums.inputs[0].producer() if sums is not None and sums.inputs[0] is not None else None
+    if sums is None or split is None or (split.op_type, sums.op_type) != ("Reshape", "ReduceSum"):
+        return False
+    alone = all(len(product.outputs[0].uses()) == 1 for product in (main, extra))
+    blocks = _integer(main, "K", 0) // BLOCK
+    alike = (_integer(extra, "K", 0), _integer(extra, "N", 0)) == (blocks, _integer(main, "N", 0))
+    bits = (_integer(main, "bits", 4), _integer(extra, "bits", 4)) == (offsets.BITS, offsets.OFFSET_BITS)
+    if not (alone and alike and bits and split.inputs[0] is main.inputs[0] and _fits(main) and _fits(extra)):
+        return False
+    _swap(model, node, _native_product(main, [*main.inputs[1:3], *extra.inputs[1:3]]))
+    for dead in (main, extra):
+        model.graph.remove(dead, safe=True)
+    for dead in (sums, split):  # products of one input share them
+        if not dead.outputs[0].uses():
+            model.graph.remove(dead, safe=True)
+    return True
 
 
 def _replace_gated(model: ir.Model, node: ir.Node) -> bool:
     """Replace SiLU(product) * product of one input, where `node` is the last Mul of (g * Sigmoid(g)) * u."""
     silu, up = (value.producer() if value is not None else None for value in node.inputs)
-    if silu is None or up is None or silu.op_type != "Mul" or up.op_type != "MatMulNBits":
+    if silu is None or up is None or silu.op_type != "Mul" or up.op_type != "MatMulBlocks":
         return False
     gate, sigmoid = (value.producer() if value is not None else None for value in silu.inputs)
-    if gate is None or sigmoid is None or gate.op_type != "MatMulNBits" or sigmoid.op_type != "Sigmoid":
+    if gate is None or sigmoid is None or gate.op_type != "MatMulBlocks" or sigmoid.op_type != "Sigmoid":
         return False
     own = (len(gate.outputs[0].uses()), *(len(n.outputs[0].uses()) for n in (sigmoid, silu, up))) == (2, 1, 1, 1)
     alike = all(_integer(gate, name, 0) == _integer(up, name, 0) for name in _SIZES)
-    if not (own and alike and _fits(gate) and _fits(up)):
+    if not (own and alike and len(gate.inputs) == len(up.inputs)):
         return False
     if sigmoid.inputs[0] is not gate.outputs[0] or gate.inputs[0] is not up.inputs[0]:
         return False
     sizes = {name: _integer(gate, name, 0) for name in _SIZES}
-    wires = [*gate.inputs[:3], *up.inputs[1:3]]
+    rows, *first = gate.inputs
+    second = up.inputs[1:]
+    wires = [rows, *first[:_LEVELS], *second[:_LEVELS], *first[_LEVELS:], *second[_LEVELS:]]
     _swap(model, node, ir.node("GatedBlocks", wires, attributes=sizes, domain=DOMAIN, name=node.name))
     for dead in (silu, sigmoid, gate, up):
         model.graph.remove(dead, safe=True)
@@ -183,12 +225,6 @@ def _fits(node: ir.Node) -> bool:
         and _integer(node, "accuracy_level", 0) == ACCURACY_LEVEL
         and all(value is None for value in node.inputs[_EXTRA_INPUTS])
     )
-
-
-def _replace(model: ir.Model, node: ir.Node) -> None:
-    sizes = {name: _integer(node, name, 0) for name in _SIZES}
-    native = ir.node("MatMulBlocks", list(node.inputs[:3]), attributes=sizes, domain=DOMAIN, name=node.name)
-    _swap(model, node, native)
 
 
 def _swap(model: ir.Model, node: ir.Node, native: ir.Node) -> None:

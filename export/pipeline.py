@@ -57,7 +57,7 @@ def export_bundle(
         work = writer.directory / "work"
         work.mkdir()
         say(f"building the {settings.precision} graph of {source.slug}")
-        counts = builder.build_base_graph(
+        quantised = builder.build_base_graph(
             source.directory,
             source.shape,
             recipe,
@@ -95,7 +95,7 @@ def export_bundle(
             context=context,
             graphs=graphs,
             quantisation={
-                "target": recipe.to_json(counts),
+                "target": recipe.to_json(quantised.by_bits, with_offsets=quantised.with_offsets),
                 "draft": None if draft is None else Recipe(bits=BITS[draft_precision]).to_json(),
             },
         )

@@ -4,7 +4,8 @@ A recipe file is TOML or JSON:
 
     bits = 4                    # of every matrix that nothing else names; must be the --precision's
     rounding = "least-squares"  # or "nearest", "compensated" (see elsi_edge.export.rounding)
-    lm_head_bits = 8
+    offsets = false             # of blocks of 4 bits (see elsi_edge.export.offsets); true with "nearest" unless said
+    lm_head_bits = 4            # 8 unless said, where `bits` is 4
     [matrices]                  # pattern (as a shell's, on names such as layers.3.mlp.down_proj) = 4, 8 or 32 bits
     "layers.0.*" = 8
     "*.down_proj" = 8
@@ -27,8 +28,9 @@ from elsi_edge.errors import ConfigError, UsageError
 from elsi_edge.export.rounding import ACCURACY_LEVEL, BLOCK, Rounding
 
 LM_HEAD = "lm_head"
+HEAD_BITS = 8  # of the lm_head beside matrices of 4 bits, unless said: it costs a tenth more bytes and halves the loss
 _ALLOWED = (4, 8, 32)
-_KEYS = ("bits", "rounding", "lm_head_bits", "matrices")
+_KEYS = ("bits", "rounding", "offsets", "lm_head_bits", "matrices")
 _NODE = re.compile(r"(?:/model)?/(.+)/MatMul\Z")
 
 
@@ -38,7 +40,8 @@ class Recipe:
 
     bits: int = 4  # of matrices that no pattern names
     rounding: Rounding = "nearest"
-    lm_head_bits: int | None = None  # None = as the patterns have it, or `bits`
+    offsets: bool | None = None  # of matrices of 4 bits but the lm_head's; None = with "nearest"
+    lm_head_bits: int | None = None  # None = as a pattern has it, or 8 where `bits` is 4, or `bits`
     matrices: Mapping[str, int] = field(default_factory=dict)  # pattern to bits, later ones first to hold
 
     def __post_init__(self) -> None:
@@ -52,13 +55,29 @@ class Recipe:
             raise ConfigError(
                 f"recipe: rounding is {self.rounding!r}, it must be one of {', '.join(get_args(Rounding))}"
             )
+        if self.offsets not in (None, False, True):
+            raise ConfigError(f"recipe: offsets is {self.offsets!r}, it must be true or false")
+        if self.offsets and self.rounding != "nearest":
+            raise ConfigError(
+                f'recipe: offsets is true and rounding {self.rounding!r}; offsets go with "nearest" alone, drop one'
+            )
 
     def bits_of(self, matrix: str) -> int:
         """Bits of a matrix by its name."""
         if matrix == LM_HEAD and self.lm_head_bits is not None:
             return self.lm_head_bits
         matching = [bits for pattern, bits in self.matrices.items() if fnmatchcase(matrix, pattern)]
-        return matching[-1] if matching else self.bits
+        if matching:
+            return matching[-1]
+        return HEAD_BITS if matrix == LM_HEAD and self.bits == 4 else self.bits
+
+    def has_offsets(self, matrix: str) -> bool:
+        """Whether a matrix gets offsets, where its size and weights allow it.
+
+        The lm_head does not: its blocks are the embedding table's too, and lookups know no offsets.
+        """
+        wanted = self.rounding == "nearest" if self.offsets is None else self.offsets
+        return wanted and matrix != LM_HEAD and self.bits_of(matrix) == 4
 
     def require_matches(self, matrices: Iterable[str]) -> None:
         """Raise UsageError for a pattern that names no matrix of the model, with the nearest names."""
@@ -71,18 +90,22 @@ class Recipe:
                     f"nearest are {', '.join(near)}"
                 )
 
-    def to_json(self, counts: Mapping[int, int] | None = None) -> dict[str, Any]:
-        """What the manifest records; `counts` says how many matrices got how many bits."""
+    def to_json(self, counts: Mapping[int, int] | None = None, *, with_offsets: int = 0) -> dict[str, Any]:
+        """What the manifest records; `counts` says how many matrices got how many bits, `with_offsets` how many of them
+        offsets."""
         operator = "MatMul" if self.bits == 32 else "MatMulNBits"
         value: dict[str, Any] = {"operator": operator, "bits": self.bits}
         if self.bits != 32 or (counts is not None and set(counts) - {32}):
-            value |= {"block": BLOCK, "symmetric": True, "accuracy_level": ACCURACY_LEVEL, "rounding": self.rounding}
+            value |= {"block": BLOCK, "symmetric": with_offsets == 0, "accuracy_level": ACCURACY_LEVEL}
+            value |= {"rounding": self.rounding}
         if self.lm_head_bits is not None:
             value["lm_head_bits"] = self.lm_head_bits
         if self.matrices:
             value["matrices"] = dict(self.matrices)
         if counts is not None:
             value["matrices_by_bits"] = {str(bits): count for bits, count in sorted(counts.items())}
+        if with_offsets:
+            value["matrices_with_offsets"] = with_offsets
         return value
 
 

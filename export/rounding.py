@@ -50,7 +50,7 @@ def quantise(
         else:
             grouped = part.reshape(len(part), blocks, BLOCK)
             levels, scale = least_squares(grouped, bits)
-        packed[start : start + _ROWS] = _pack(levels, bits)
+        packed[start : start + _ROWS] = pack(levels, bits)
         scales[start : start + _ROWS] = scale
     return packed, scales
 
@@ -139,7 +139,8 @@ def _reciprocal(values: Floats) -> Floats:
     return np.divide(np.float32(1), values, out=np.zeros_like(values), where=values != 0)
 
 
-def _pack(levels: Levels, bits: int) -> NDArray[np.uint8]:
+def pack(levels: Levels, bits: int) -> NDArray[np.uint8]:
+    """Signed levels [..., 32] in MatMulNBits' bytes [..., 4 * bits]."""
     unsigned = np.add(levels, 1 << (bits - 1)).astype(np.uint8)
     if bits == 8:
         return unsigned

@@ -101,6 +101,10 @@ class Device:
             raise ConfigError(f"the device {self.name!r} was not measured at {precision}, but at {_list(self.curves)}")
         return "native" if "native" in self.curves[precision] else "stock"
 
+    def knows(self, precision: Precision, kernels: Kernels) -> bool:
+        """Whether a weight's time in a product is known."""
+        return self.kind == "projection" or kernels in self.curves.get(precision, {})
+
     def weight_ps(self, precision: Precision, kernels: Kernels, rows: int) -> float:
         """Picoseconds of one weight in a product of `rows` rows."""
         if self.kind == "measured":

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from elsi_edge.artifacts import ModelShape, Precision
+from elsi_edge.artifacts import BYTES_PER_WEIGHT, ModelShape, Precision
 from elsi_edge.errors import UsageError
 from elsi_edge.runtime.device import Device, Kernels
 from elsi_edge.runtime.plan_sizes import DraftSizes, Matrix, block_matrices, head_matrix
@@ -251,8 +251,18 @@ class CostModel:
         return max(1, self._shape.heads // self._shape.kv_heads)
 
     def _products_ms(self, matrices: Sequence[Matrix], rows: int, precision: Precision, kernels: Kernels) -> float:
-        weights = sum(matrix.padded(precision) for matrix in matrices)
-        return weights * self._device.weight_ps(precision, kernels, rows) * 1e-9
+        picoseconds = sum(
+            matrix.padded(precision) * self._weight_ps(matrix.precision(precision), rows, precision, kernels)
+            for matrix in matrices
+        )
+        return picoseconds * 1e-9
+
+    def _weight_ps(self, own: Precision, rows: int, precision: Precision, kernels: Kernels) -> float:
+        """Of a weight of its own precision in an export of `precision`; by its bytes where that was not measured."""
+        if self._device.knows(own, kernels):
+            return self._device.weight_ps(own, kernels, rows)
+        ratio = BYTES_PER_WEIGHT[own] / BYTES_PER_WEIGHT[precision]
+        return ratio * self._device.weight_ps(precision, kernels, rows)
 
 
 def _gain(drafting: Drafting) -> float:

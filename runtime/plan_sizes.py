@@ -1,7 +1,8 @@
 """How large a bundle and its running take, from numbers alone: what `export` writes, before it is written. Pure.
 
-Matrices are [K inputs, N outputs]. Quantised ones come in blocks of 32 inputs with a float32 scale; a row's last block
-is padded. Biases (a few kilobytes a block) and alignment (below one percent) are not counted.
+Matrices are [K inputs, N outputs]. Quantised ones come in blocks of 32 inputs with a float32 scale, at 4 bits with an
+offset too where a row is whole blocks; a row's last block is padded. Biases (a few kilobytes a block) and alignment
+(below one percent) are not counted.
 """
 
 import math
@@ -14,11 +15,11 @@ from elsi_edge.runtime.target import PREFILL_ROWS
 
 _SLACK = 64  # positions of the tables of angles beyond the context, as exports have it
 _BLOCK = 32  # weights that share a scale, as exports have it
-_GRAPH_BYTES: Mapping[Precision, int] = {"fp32": 5_450, "int8": 20_300, "int4": 20_300}  # of all graphs, a block
+_GRAPH_BYTES: Mapping[Precision, int] = {"fp32": 5_450, "int8": 20_300, "int4": 37_000}  # of all graphs, a block
 _TOKENIZER_BYTES = 40  # of a token in tokenizer.json, about
 _PROGRAM = 100_000_000  # bytes of Python, numpy and ONNX Runtime before a graph is opened, measured
 # Bytes in memory of those in the file, at the peak while packing: fitted to SmolLM2's peak resident set (within 5 %).
-_RESIDENT: Mapping[str, float] = {"native": 2.0, "stock": 1.25, "fp32": 1.5}
+_RESIDENT: Mapping[str, float] = {"native": 2.0, "stock": 1.35, "fp32": 1.5}
 _DRAFT_RESIDENT = 2.0
 _MOST_ROWS = 64  # rows verified in one call, whose logits are held
 
@@ -31,20 +32,32 @@ class Matrix:
     inputs: int  # K
     outputs: int  # N
     count: int = 1  # in the whole graph
+    least: Precision = "int4"  # the fewest bits that an export gives it unless told
+    offsets: bool = False  # at 4 bits, where a row is whole blocks
 
     @property
     def weights(self) -> int:
         """Of all of them, the padding of the blocks not counted."""
         return self.count * self.inputs * self.outputs
 
-    def padded(self, precision: Precision) -> int:
+    def precision(self, of_export: Precision) -> Precision:
+        """Its own, in an export of some precision."""
+        return self.least if of_export == "int4" else of_export
+
+    def padded(self, of_export: Precision) -> int:
         """Weights that are stored and computed with."""
-        inputs = self.inputs if precision == "fp32" else -(-self.inputs // _BLOCK) * _BLOCK
+        inputs = self.inputs if of_export == "fp32" else -(-self.inputs // _BLOCK) * _BLOCK
         return self.count * inputs * self.outputs
 
-    def bytes(self, precision: Precision) -> int:
-        """In the bundle."""
-        return round(self.padded(precision) * BYTES_PER_WEIGHT[precision])
+    def bytes(self, of_export: Precision) -> int:
+        """That a call reads: packed, offsets share the place of scales."""
+        return round(self.padded(of_export) * BYTES_PER_WEIGHT[self.precision(of_export)])
+
+    def stored(self, of_export: Precision) -> int:
+        """Bytes in the bundle."""
+        offsets = self.offsets and self.precision(of_export) == "int4" and self.inputs % _BLOCK == 0
+        of_a_row = -(-self.inputs // _BLOCK // _BLOCK) * (_BLOCK + 4) if offsets else 0  # in 8 bits
+        return self.bytes(of_export) + self.count * self.outputs * of_a_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,18 +93,21 @@ def block_matrices(shape: ModelShape) -> tuple[Matrix, ...]:
     """The products of the target's blocks; queries, keys and values are one."""
     queries, pairs = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
     width, mlp, blocks = shape.width, shape.mlp_width, shape.blocks
-    return (
-        Matrix(name="qkv", inputs=width, outputs=queries + 2 * pairs, count=blocks),
-        Matrix(name="o", inputs=queries, outputs=width, count=blocks),
-        Matrix(name="gate", inputs=width, outputs=mlp, count=blocks),
-        Matrix(name="up", inputs=width, outputs=mlp, count=blocks),
-        Matrix(name="down", inputs=mlp, outputs=width, count=blocks),
+    return tuple(
+        Matrix(name=name, inputs=inputs, outputs=outputs, count=blocks, offsets=True)
+        for name, inputs, outputs in (
+            ("qkv", width, queries + 2 * pairs),
+            ("o", queries, width),
+            ("gate", width, mlp),
+            ("up", width, mlp),
+            ("down", mlp, width),
+        )
     )
 
 
 def head_matrix(shape: ModelShape) -> Matrix:
-    """The target's lm_head."""
-    return Matrix(name="lm_head", inputs=shape.width, outputs=shape.vocab_size)
+    """The target's lm_head, which 4 bits would cost too much (`elsi_edge.export.recipe`)."""
+    return Matrix(name="lm_head", inputs=shape.width, outputs=shape.vocab_size, least="int8")
 
 
 def target_bytes(shape: ModelShape, precision: Precision, context: int) -> dict[str, int]:
@@ -110,7 +126,7 @@ def target_bytes(shape: ModelShape, precision: Precision, context: int) -> dict[
         norms += 2 * shape.blocks * shape.head_width
     angles = _rotary_bytes(min(context + _SLACK, shape.context), shape.head_width)
     return {
-        "block matrices": sum(matrix.bytes(precision) for matrix in block_matrices(shape)),
+        "block matrices": sum(matrix.stored(precision) for matrix in block_matrices(shape)),
         "lm_head": head.bytes(precision),
         "embedding table": 0 if shared else table,
         "norms": 4 * norms,

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <random>
 
+#include "../runtime/native/half.h"
 #include "../runtime/native/matrix.h"
 
 using namespace elsi;
@@ -36,28 +37,63 @@ static std::vector<float> product(const Path& path, const PackedMatrix& matrix, 
   return y;
 }
 
+// A tensor over a vector's elements.
+template <class T>
+static Tensor over(std::vector<T>& elements, int type, std::vector<int64_t> shape) {
+  Tensor tensor;
+  tensor.type = type;
+  tensor.shape = std::move(shape);
+  tensor.data = elements.data();
+  return tensor;
+}
+
+static std::vector<uint8_t> bytes(size_t count) {
+  std::vector<uint8_t> out(count);
+  for (auto& byte : out) byte = static_cast<uint8_t>(below(256));
+  return out;
+}
+
 static void products(const Path& path) {
-  for (int trial = 0; trial < 60; ++trial) {
-    const size_t inputs = 1 + below(200), columns = 1 + below(70), rows = 1 + below(40);
-    const int bits = trial % 2 ? 4 : 8;
-    const int64_t blocks = static_cast<int64_t>((inputs + 31) / 32);
-    std::vector<uint8_t> bytes(columns * static_cast<size_t>(blocks) * 4 * static_cast<size_t>(bits));
-    for (auto& byte : bytes) byte = static_cast<uint8_t>(below(256));
-    std::vector<float> scales = floats(columns * static_cast<size_t>(blocks)), x = floats(rows * inputs);
-    Tensor values, by;
-    values.type = abi::kUint8;
-    values.shape = {static_cast<int64_t>(columns), blocks, 4 * bits};
-    values.data = bytes.data();
-    by.type = abi::kFloat;
-    by.shape = {static_cast<int64_t>(scales.size())};
-    by.data = scales.data();
-    const PackedMatrix matrix(values, by, inputs, columns, bits);
+  for (int trial = 0; trial < 90; ++trial) {
+    const bool shifted = trial % 3 == 2;
+    const size_t inputs = shifted ? 32 * (1 + below(40)) : 1 + below(200), columns = 1 + below(70),
+                 rows = 1 + below(25);
+    const int bits = trial % 3 ? 4 : 8;
+    const size_t blocks = (inputs + 31) / 32, shift_blocks = (blocks + 31) / 32;
+    const auto n = static_cast<int64_t>(columns), b = static_cast<int64_t>(blocks),
+               s = static_cast<int64_t>(shift_blocks);
+    std::vector<uint8_t> values = bytes(columns * blocks * 4 * static_cast<size_t>(bits)),
+                         shift_values = bytes(columns * shift_blocks * 32);
+    std::vector<float> scales = floats(columns * blocks), x = floats(rows * inputs),
+                       shift_scales = floats(columns * shift_blocks);
+    for (float& scale : shift_scales) scale *= trial % 2 ? 1e-7f : 0.01f;  // the first give subnormal 16-bit floats
+    PackedMatrix::Tensors tensors{over(values, abi::kUint8, {n, b, 4 * bits}), over(scales, abi::kFloat, {n, b})};
+    tensors.shifted = shifted;
+    tensors.shift_values = over(shift_values, abi::kUint8, {n, s, 32});
+    tensors.shift_scales = over(shift_scales, abi::kFloat, {n, s});
+    const PackedMatrix matrix(tensors, inputs, columns, bits);
     const std::vector<float> wanted = product(kPortable, matrix, x.data(), rows),
                              got = product(path, matrix, x.data(), rows);
-    if (std::memcmp(wanted.data(), got.data(), got.size() * sizeof(float)) != 0) fail(path, "a product");
+    if (std::memcmp(wanted.data(), got.data(), got.size() * sizeof(float)) != 0)
+      fail(path, shifted ? "a shifted product" : "a product");
     const std::vector<float> one = product(path, matrix, x.data() + (rows - 1) * inputs, 1);
     if (std::memcmp(one.data(), got.data() + (rows - 1) * columns, one.size() * sizeof(float)) != 0)
       fail(path, "a row alone");
+  }
+}
+
+// Every finite 16-bit float comes back, and what lies half way between two goes to the even one.
+static void sixteen_bits() {
+  for (uint32_t bits = 0; bits < 0x10000u; ++bits) {
+    const auto half = static_cast<uint16_t>(bits);
+    if (!is_finite_half(half)) continue;
+    const auto next = static_cast<uint16_t>(half + 1);
+    const float here = from_half(half), there = is_finite_half(next) ? from_half(next) : std::copysign(65536.0f, here);
+    const uint16_t even = half % 2 ? next : half;
+    const float middle = (here + there) / 2;
+    if (to_half(here) != half || to_half(middle) != even || to_half(std::nextafter(middle, here)) != half ||
+        to_half(std::nextafter(middle, there)) != next)
+      fail(kPortable, "a 16-bit float");
   }
 }
 
@@ -116,6 +152,7 @@ static void attention(const Path& path) {
 }
 
 int main() {
+  sixteen_bits();
   for (const Path* path : paths()) {
     if (!path->usable()) {
       std::printf("%s: not on this CPU\n", path->name);

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from elsi_edge.runtime import native_ops
 from tests import test_native_attention as attention
 from tests import test_native_matrix as matrix
+from tests import test_native_shift as shift
 
 REPORT = native_ops.report()
 pytestmark = pytest.mark.skipif(not REPORT.available, reason=REPORT.why_not)
@@ -39,6 +40,26 @@ def test_products(inputs: int, columns: int, rows: int, bits: int, exponent: int
     wanted = matrix.reference(x, packed, scales, bits)
     size = np.abs(x).max() * np.abs(scales).max() * 2 ** (bits - 1) * inputs
     assert np.abs(results[0] - wanted).max() <= 2e-7 * size
+
+
+@FUZZ
+@given(
+    blocks=st.integers(1, 40),
+    columns=st.integers(1, 50),
+    rows=st.integers(1, 40),
+    exponent=st.integers(-20, 12),
+    seed=st.integers(0, 99),
+)
+def test_shifted_products(blocks: int, columns: int, rows: int, exponent: int, seed: int) -> None:
+    weights = shift.weights(columns, blocks, seed, size=2.0**exponent)
+    x = matrix.rows_of(rows, 32 * blocks, seed)
+    results = []
+    for path in REPORT.paths:
+        with native_ops.forced_path(path):
+            results.append(matrix.session(shift.model("MatMulBlocks", [weights])).run(None, {"x": x})[0])
+    for result in results:
+        assert np.array_equal(result.view(np.uint32), results[-1].view(np.uint32))
+    assert np.abs(results[0] - shift.reference(x, weights)).max() <= shift.bound(x, weights)
 
 
 @FUZZ

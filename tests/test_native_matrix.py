@@ -57,24 +57,29 @@ def rows_of(count: int, inputs: int, seed: int = 1) -> Floats:
     return rows.astype(np.float32)
 
 
-def reference(rows: Floats, packed: NDArray[np.uint8], scales: Floats, bits: int) -> NDArray[np.float64]:
-    """The documented semantics in double precision: activations in 8 bits per block of 32, exact integer sums."""
+def quantised(rows: Floats) -> tuple[NDArray[np.int64], Floats]:
+    """Activations in 8 bits per block of 32: values [T, blocks, 32] and the blocks' scales [T, blocks]."""
     count, inputs = rows.shape
-    blocks = scales.shape[1]
+    blocks = -(-inputs // 32)
     padded = np.zeros((count, blocks * 32), np.float32)
     padded[:, :inputs] = rows
     x = padded.reshape(count, blocks, 32)
     most = np.abs(x).max(axis=2, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         inverse = np.where(most > 0, np.float32(127) / most, np.float32(0)).astype(np.float32)
-    q = np.rint(x * inverse).astype(np.int64)  # shape: [T, blocks, 32]
+    return np.rint(x * inverse).astype(np.int64), most[:, :, 0] / np.float32(127)
+
+
+def reference(rows: Floats, packed: NDArray[np.uint8], scales: Floats, bits: int) -> NDArray[np.float64]:
+    """The documented semantics in double precision: exact integer sums of quantised activations."""
+    q, by_row = quantised(rows)
     values = packed.astype(np.int64)
     if bits == 4:
         values = np.stack([values & 15, values >> 4], axis=-1).reshape(*packed.shape[:2], 32)
     values = values - (8 if bits == 4 else 128)
-    values.reshape(len(values), -1)[:, inputs:] = 0
+    values.reshape(len(values), -1)[:, rows.shape[1] :] = 0
     dots = np.einsum("tbi,nbi->tnb", q, values).astype(np.float64)
-    by = (most[:, None, :, 0] / np.float32(127)).astype(np.float64) * scales[None].astype(np.float64)
+    by = by_row[:, None].astype(np.float64) * scales[None].astype(np.float64)
     return np.asarray((dots * by).sum(axis=2))
 
 

@@ -73,7 +73,7 @@ def planned(name: str, *, device: str = PI, context: int = 4096, taus: str = "2.
 def test_sizes_of_smollm2_are_those_that_export_wrote() -> None:
     """From numbers alone, within 2 %: bytes of exports of the built-in model with its packaged draft."""
     written = {
-        "int4": {"target weights": 86_310_912, "draft": 7_898_935, "together": 96_383_222},
+        "int4": {"target weights": 106_692_608, "draft": 7_898_935, "together": 117_261_622},
         "int8": {"target weights": 153_550_848, "draft": 12_469_677, "together": 168_192_950},
         "fp32": {"target weights": 544_014_336, "draft": 12_463_165, "together": 558_205_039},
     }
@@ -123,7 +123,7 @@ def test_an_untied_table_takes_eight_bits() -> None:
     tied, untied = (target_bytes(shape_of(tie_word_embeddings=tie), "int4", 128) for tie in (True, False))
     assert (tied["embedding table"], untied["embedding table"]) == (0, 300 * 64 * 9 // 8)
     assert tied["rotary tables"] == (128 + 64) * 16 * 4  # cosines and sines of half a head each
-    assert tied["lm_head"] == untied["lm_head"] == 300 * 64 * 5 // 8
+    assert tied["lm_head"] == untied["lm_head"] == 300 * 64 * 9 // 8  # also at int4
 
 
 def test_heads_wider_than_the_width_divided_count_in_cache_and_matrices() -> None:
@@ -156,10 +156,10 @@ def test_each_tap_costs_one_square_of_the_width() -> None:
 @pytest.mark.parametrize(
     ("precision", "native", "measured"),
     [
-        ("int4", False, 259e6),
-        ("int4", True, 315e6),
-        ("int8", False, 370e6),
-        ("int8", True, 492e6),
+        ("int4", False, 313e6),
+        ("int4", True, 351e6),
+        ("int8", False, 357e6),
+        ("int8", True, 472e6),
         ("fp32", False, 975e6),
     ],
 )
@@ -382,7 +382,7 @@ def test_the_paper_s_targets_by_name(run: Run) -> None:
     value = done.json
     assert (value["precision"], value["context"], value["tau"]) == ("int4", 4096, ["tree-60=4.29"])
     assert value["device"]["kind"] == "projection" and all(s["value"] for s in value["device"]["sources"])
-    assert value["bundle_bytes"]["together"] == pytest.approx(2.62e9, rel=0.01)
+    assert value["bundle_bytes"]["together"] == pytest.approx(2.957e9, rel=0.01)
     assert value["kv_bytes_per_1000_tokens"] == 36 * 2 * 8 * 128 * 4 * 1000
     assert [round_["shape"] for round_ in value["rounds"]] == [drafting.name for drafting in DRAFTINGS]
     assert value["rounds"][-1]["speeds"][0]["tau"] == 4.29

@@ -1,21 +1,26 @@
 // AVX2: two registers of 8 columns x 4 inputs. vpmaddubsw saturates at 16 bits, so weights go through it 4 bits at a
 // time: 15 * 127 * 2 fits; 8-bit weights are 16 * high + low.
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 
 #include <cstring>
 
 #include "path.h"
 
-#define ELSI_256 __attribute__((target("avx2,fma")))
-#define ELSI_256_INLINE __attribute__((target("avx2,fma"), always_inline)) inline
+#define ELSI_256 __attribute__((target("avx2,fma,f16c")))
+#define ELSI_256_INLINE __attribute__((target("avx2,fma,f16c"), always_inline)) inline
 
 namespace elsi {
 namespace {
 
 constexpr int kPassRows = 4;  // what 16 registers hold
 
-template <int kRows, int kBits>
+ELSI_256_INLINE __m256 halves(const uint8_t* head) {  // 8 of 16 bits
+  return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(head)));
+}
+
+template <int kRows, int kBits, bool kShifted>
 ELSI_256 void pass(const uint8_t* data, size_t all_rows, size_t first_row, size_t blocks, const Columns& columns) {
   constexpr size_t kRecord = record_bytes(kBits);
   const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), sixteens = _mm256_set1_epi16(16);
@@ -48,12 +53,25 @@ ELSI_256 void pass(const uint8_t* data, size_t all_rows, size_t first_row, size_
             dots[r] = _mm256_add_epi32(dots[r], _mm256_madd_epi16(b, kBits == 4 ? ones : sixteens));
           }
         }
-        const __m256 scales = _mm256_load_ps(reinterpret_cast<const float*>(record) + 8 * half);
+        __m256 scales;
+        [[maybe_unused]] __m256 shifts;
+        if constexpr (kShifted) {
+          scales = halves(record + 16 * half);
+          shifts = halves(record + kScaleBytes / 2 + 16 * half);
+        } else {
+          scales = _mm256_load_ps(reinterpret_cast<const float*>(record) + 8 * half);
+        }
         for (int r = 0; r < kRows; ++r) {
           float scale;
           std::memcpy(&scale, chunk + all_rows * (kBlock + 4) + 4 * (first_row + r), 4);
           const __m256 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(dots[r]), _mm256_set1_ps(scale));
           totals[r] = _mm256_add_ps(totals[r], _mm256_mul_ps(scaled, scales));
+          if constexpr (kShifted) {
+            int32_t offset;
+            std::memcpy(&offset, chunk + all_rows * kBlock + 4 * (first_row + r), 4);
+            const __m256 factor = _mm256_set1_ps(shift_factor(offset, scale));
+            totals[r] = _mm256_add_ps(totals[r], _mm256_mul_ps(factor, shifts));
+          }
         }
       }
       for (int r = 0; r < kRows; ++r) _mm256_storeu_ps(sums[r] + 8 * half, totals[r]);
@@ -65,7 +83,7 @@ ELSI_256 void pass(const uint8_t* data, size_t all_rows, size_t first_row, size_
   }
 }
 
-template <int kBits>
+template <int kBits, bool kShifted>
 void multiply(const QuantisedRows& rows, const Columns& columns) {
   // A group at a time, so that its weights are still in the cache for the rows that follow.
   for (size_t group = columns.first_group; group < columns.last_group; ++group) {
@@ -75,16 +93,16 @@ void multiply(const QuantisedRows& rows, const Columns& columns) {
     one.out += (group - columns.first_group) * kColumns;
     for (size_t row = 0; row < rows.count; row += kPassRows) switch (rows.count - row) {
         case 1:
-          pass<1, kBits>(rows.data, rows.count, row, rows.blocks, one);
+          pass<1, kBits, kShifted>(rows.data, rows.count, row, rows.blocks, one);
           break;
         case 2:
-          pass<2, kBits>(rows.data, rows.count, row, rows.blocks, one);
+          pass<2, kBits, kShifted>(rows.data, rows.count, row, rows.blocks, one);
           break;
         case 3:
-          pass<3, kBits>(rows.data, rows.count, row, rows.blocks, one);
+          pass<3, kBits, kShifted>(rows.data, rows.count, row, rows.blocks, one);
           break;
         default:
-          pass<4, kBits>(rows.data, rows.count, row, rows.blocks, one);
+          pass<4, kBits, kShifted>(rows.data, rows.count, row, rows.blocks, one);
       }
   }
 }
@@ -144,11 +162,17 @@ struct V16 {
 #define ELSI_PATH_INLINE ELSI_256_INLINE
 #include "attention_body.h"
 
-bool usable() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_f16c() {  // compilers older than GCC 11 have no name for it
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+
+bool usable() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
 
 }  // namespace
 
-const Path kAvx2 = {"avx2", usable, kPortable.quantise, multiply<4>, multiply<8>, attend, gate, merge};
+const Path kAvx2 = {"avx2",            usable, kPortable.quantise, multiply<4, false>, multiply<8, false>,
+                    multiply<4, true>, attend, gate,               merge};
 
 }  // namespace elsi
 #endif

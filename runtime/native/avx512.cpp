@@ -20,7 +20,20 @@ ELSI_512_INLINE __m512i four(const uint8_t* values) {  // 4 inputs of a row, the
   return _mm512_set1_epi32(bits);
 }
 
-template <int kRows, int kBits>
+ELSI_512_INLINE __m512 halves(const uint8_t* head) {  // 16 of 16 bits
+  return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(head)));
+}
+
+// shift_factor of all rows of a block at once.
+template <int kRows>
+ELSI_512_INLINE __m512 shift_factors(const uint8_t* chunk) {
+  constexpr auto kAll = static_cast<__mmask16>((1u << kRows) - 1);
+  const __m512 offsets = _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(kAll, chunk + kRows * kBlock));
+  const __m512 scales = _mm512_maskz_loadu_ps(kAll, chunk + kRows * (kBlock + 4));
+  return _mm512_mul_ps(_mm512_mul_ps(offsets, _mm512_set1_ps(-0.125f)), scales);
+}
+
+template <int kRows, int kBits, bool kShifted>
 ELSI_512 void pass(const QuantisedRows& rows, const Columns& columns) {
   constexpr size_t kRecord = record_bytes(kBits);
   const __m512i low = _mm512_set1_epi8(15);
@@ -50,13 +63,24 @@ ELSI_512 void pass(const QuantisedRows& rows, const Columns& columns) {
             dots[r] = _mm512_dpbusd_epi32(dots[r], second, four(chunk + r * kBlock + 16 + 4 * i));
         }
       }
-      const __m512 scales = _mm512_load_ps(record);
+      __m512 scales;
+      [[maybe_unused]] __m512 shifts;
+      [[maybe_unused]] alignas(64) float factors[kColumns];
+      if constexpr (kShifted) {
+        scales = halves(record);
+        shifts = halves(record + kScaleBytes / 2);
+        _mm512_store_ps(factors, shift_factors<kRows>(chunk));
+      } else {
+        scales = _mm512_load_ps(record);
+      }
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
         float scale;
         std::memcpy(&scale, chunk + kRows * (kBlock + 4) + 4 * r, 4);
         const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[r]), _mm512_set1_ps(scale));
         sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(scaled, scales));
+        if constexpr (kShifted)
+          sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(_mm512_set1_ps(factors[r]), shifts));
       }
     }
     const size_t left = columns.columns - group * kColumns;
@@ -67,12 +91,24 @@ ELSI_512 void pass(const QuantisedRows& rows, const Columns& columns) {
   }
 }
 
-template <int kBits>
+template <int kBits, bool kShifted>
 void multiply(const QuantisedRows& rows, const Columns& columns) {
   using Pass = void (*)(const QuantisedRows&, const Columns&);
   static constexpr Pass by_rows[kMaxRows + 1] = {
-      nullptr,        pass<1, kBits>, pass<2, kBits>, pass<3, kBits>,  pass<4, kBits>,  pass<5, kBits>, pass<6, kBits>,
-      pass<7, kBits>, pass<8, kBits>, pass<9, kBits>, pass<10, kBits>, pass<11, kBits>, pass<12, kBits>};
+      nullptr,
+      pass<1, kBits, kShifted>,
+      pass<2, kBits, kShifted>,
+      pass<3, kBits, kShifted>,
+      pass<4, kBits, kShifted>,
+      pass<5, kBits, kShifted>,
+      pass<6, kBits, kShifted>,
+      pass<7, kBits, kShifted>,
+      pass<8, kBits, kShifted>,
+      pass<9, kBits, kShifted>,
+      pass<10, kBits, kShifted>,
+      pass<11, kBits, kShifted>,
+      pass<12, kBits, kShifted>,
+  };
   by_rows[rows.count](rows, columns);
 }
 
@@ -149,7 +185,8 @@ bool usable() {
 
 }  // namespace
 
-const Path kAvx512Vnni = {"avx512vnni", usable, quantise, multiply<4>, multiply<8>, attend, gate, merge};
+const Path kAvx512Vnni = {"avx512vnni",      usable, quantise, multiply<4, false>, multiply<8, false>,
+                          multiply<4, true>, attend, gate,     merge};
 
 }  // namespace elsi
 #endif

@@ -30,7 +30,7 @@ bool statuses_work(const abi::ApiTable* api) {
 #define ELSI_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Bumped whenever a graph written for one build of the library would not run the same on another.
-ELSI_EXPORT int elsi_native_format() { return 2; }
+ELSI_EXPORT int elsi_native_format() { return 3; }
 
 // The version of ONNX Runtime that registered the operators, "" before that.
 ELSI_EXPORT const char* elsi_native_runtime() { return found_version().c_str(); }
@@ -59,8 +59,9 @@ ELSI_EXPORT abi::Status* RegisterCustomOps(abi::SessionOptions* options, const a
     return oldest == nullptr ? nullptr : abi::CreateStatus::of(oldest)(abi::kFail, message.c_str());
   }
   // A slot that holds nothing means another table than the one declared here.
-  for (const void* slot : {api->slots[26], api->slots[27], api->slots[28], api->slots[249], api->slots[274]})
-    if (slot == nullptr) return abi::CreateStatus::of(api)(abi::kFail, "ONNX Runtime's table of functions has holes");
+  for (const size_t slot : {26, 27, 28, 230, 249, 274})
+    if (api->slots[slot] == nullptr)
+      return abi::CreateStatus::of(api)(abi::kFail, "ONNX Runtime's table of functions has holes");
   if (!statuses_work(api))
     return abi::CreateStatus::of(api)(abi::kFail, "ONNX Runtime's table of functions is not the expected one");
   found_version() = base->version_string();

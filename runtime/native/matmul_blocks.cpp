@@ -2,6 +2,8 @@
 // GatedBlocks: y = SiLU(x times a first matrix) * (x times a second one), x quantised once.
 // NormMatMulBlocks, NormGatedBlocks: the same of norm(x + skip), with inputs skip and gamma after x; x + skip is the
 // second output.
+// Each takes the shifts of 4-bit weights as optional inputs at its end, for all its matrices or none: shift_values and
+// shift_scales, in GatedBlocks those of the gate, then those of the other.
 #include <algorithm>
 #include <memory>
 
@@ -63,13 +65,28 @@ class Source {
   std::unique_ptr<SkipNorm> norm_;
 };
 
+// Matrix `index` of the `count` that a node has.
+PackedMatrix packed(const NodeInfo& node, const Source& source, size_t index, size_t count) {
+  const size_t plain = source.place(2 * count), shifted = source.place(4 * count), given = node.input_count();
+  require(given == plain || given == shifted, "there are " + std::to_string(given) + " inputs, it must be " +
+                                                  std::to_string(plain) + ", or " + std::to_string(shifted) +
+                                                  " with shifts");
+  auto tensor = [&](size_t weight) { return node.constant(source.place(weight)); };
+  PackedMatrix::Tensors tensors{tensor(2 * index), tensor(2 * index + 1)};
+  if (given == shifted) {
+    tensors.shifted = true;
+    tensors.shift_values = tensor(2 * (count + index));
+    tensors.shift_scales = tensor(2 * (count + index) + 1);
+  }
+  return PackedMatrix(tensors, source.inputs(), size_of(node, "N"), bits_of(node));
+}
+
 class MatMulBlocks : public Kernel {
  public:
   MatMulBlocks(const NodeInfo& node, bool normed)
       : path_(chosen_path()),
         source_(node, normed),
-        matrix_(node.constant(source_.place(0)), node.constant(source_.place(1)), source_.inputs(), size_of(node, "N"),
-                bits_of(node)) {}
+        matrix_(packed(node, source_, 0, 1)) {}
 
   void compute(const Call& call) const override {
     const size_t columns = matrix_.columns();
@@ -101,10 +118,8 @@ class GatedBlocks : public Kernel {
   GatedBlocks(const NodeInfo& node, bool normed)
       : path_(chosen_path()),
         source_(node, normed),
-        gate_(node.constant(source_.place(0)), node.constant(source_.place(1)), source_.inputs(), size_of(node, "N"),
-              bits_of(node)),
-        up_(node.constant(source_.place(2)), node.constant(source_.place(3)), source_.inputs(), gate_.columns(),
-            bits_of(node)) {}
+        gate_(packed(node, source_, 0, 2)),
+        up_(packed(node, source_, 1, 2)) {}
 
   void compute(const Call& call) const override {
     const size_t columns = gate_.columns();
@@ -138,36 +153,37 @@ class GatedBlocks : public Kernel {
   PackedMatrix gate_, up_;
 };
 
+template <class Product, bool kNormed>
+std::unique_ptr<Kernel> made(const NodeInfo& node) {
+  return std::make_unique<Product>(node, kNormed);
+}
+
+// x, skip and gamma where normed, then the tensors of the matrices, their shifts included.
+std::vector<abi::ElementType> inputs_of(bool normed, size_t matrices) {
+  std::vector<abi::ElementType> types(normed ? 3 : 1, abi::kFloat);
+  for (size_t pair = 0; pair < 2 * matrices; ++pair) types.insert(types.end(), {abi::kUint8, abi::kFloat});
+  return types;
+}
+
 }  // namespace
 
 const Op& matmul_blocks() {
-  static const Op op(
-      "MatMulBlocks", {abi::kFloat, abi::kUint8, abi::kFloat}, {abi::kFloat},
-      [](const NodeInfo& node) -> std::unique_ptr<Kernel> { return std::make_unique<MatMulBlocks>(node, false); });
+  static const Op op("MatMulBlocks", inputs_of(false, 1), {abi::kFloat}, made<MatMulBlocks, false>, 2);
   return op;
 }
 
 const Op& norm_matmul_blocks() {
-  static const Op op(
-      "NormMatMulBlocks", {abi::kFloat, abi::kFloat, abi::kFloat, abi::kUint8, abi::kFloat},
-      {abi::kFloat, abi::kFloat},
-      [](const NodeInfo& node) -> std::unique_ptr<Kernel> { return std::make_unique<MatMulBlocks>(node, true); });
+  static const Op op("NormMatMulBlocks", inputs_of(true, 1), {abi::kFloat, abi::kFloat}, made<MatMulBlocks, true>, 2);
   return op;
 }
 
 const Op& gated_blocks() {
-  static const Op op(
-      "GatedBlocks", {abi::kFloat, abi::kUint8, abi::kFloat, abi::kUint8, abi::kFloat}, {abi::kFloat},
-      [](const NodeInfo& node) -> std::unique_ptr<Kernel> { return std::make_unique<GatedBlocks>(node, false); });
+  static const Op op("GatedBlocks", inputs_of(false, 2), {abi::kFloat}, made<GatedBlocks, false>, 4);
   return op;
 }
 
 const Op& norm_gated_blocks() {
-  static const Op op(
-      "NormGatedBlocks",
-      {abi::kFloat, abi::kFloat, abi::kFloat, abi::kUint8, abi::kFloat, abi::kUint8, abi::kFloat},
-      {abi::kFloat, abi::kFloat},
-      [](const NodeInfo& node) -> std::unique_ptr<Kernel> { return std::make_unique<GatedBlocks>(node, true); });
+  static const Op op("NormGatedBlocks", inputs_of(true, 2), {abi::kFloat, abi::kFloat}, made<GatedBlocks, true>, 4);
   return op;
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "half.h"
+
 namespace elsi {
 namespace {
 
@@ -16,19 +18,37 @@ unsigned value_at(const uint8_t* block, size_t input, int bits) {
   return input % 2 ? pair >> 4 : pair & 15;
 }
 
+// Values uint8 [N, blocks, blob] and their scales float [N, blocks]; `what` is empty or "shift ".
+void require_blocks(const std::string& what, const Tensor& values, const Tensor& scales, size_t columns, size_t blocks,
+                    size_t blob) {
+  const std::vector<int64_t> shape = {static_cast<int64_t>(columns), static_cast<int64_t>(blocks),
+                                      static_cast<int64_t>(blob)};
+  require(values.type == abi::kUint8 && values.shape == shape,
+          "the " + what + (what.empty() ? "weights" : "values") + " are " + text(values.shape) + " of type " +
+              std::to_string(values.type) + ", K, N and bits say uint8 " + text(shape));
+  require(scales.type == abi::kFloat && scales.size() == columns * blocks,
+          "the " + what + "scales are " + text(scales.shape) + " of type " + std::to_string(scales.type) +
+              ", K and N say " + std::to_string(columns * blocks) + " float32");
+}
+
+void put_half(uint8_t* to, float value, const char* what) {
+  const uint16_t half = to_half(value);
+  require(is_finite_half(half),
+          std::string("a ") + what + " is " + std::to_string(value) + ", a 16-bit float holds up to 65504");
+  std::memcpy(to, &half, sizeof half);
+}
+
 }  // namespace
 
-PackedMatrix::PackedMatrix(const Tensor& values, const Tensor& scales, size_t inputs, size_t columns, int bits)
-    : inputs_(inputs), columns_(columns), bits_(bits) {
-  const size_t blob = kBlock * static_cast<size_t>(bits) / 8;
-  const std::vector<int64_t> shape = {static_cast<int64_t>(columns), static_cast<int64_t>(blocks()),
-                                      static_cast<int64_t>(blob)};
-  require(values.type == abi::kUint8 && values.shape == shape, "the weights are " + text(values.shape) + " of type " +
-                                                                   std::to_string(values.type) +
-                                                                   ", K, N and bits say uint8 " + text(shape));
-  require(scales.type == abi::kFloat && scales.size() == columns * blocks(),
-          "the scales are " + text(scales.shape) + " of type " + std::to_string(scales.type) + ", K and N say " +
-              std::to_string(columns * blocks()) + " float32");
+PackedMatrix::PackedMatrix(const Tensors& tensors, size_t inputs, size_t columns, int bits)
+    : inputs_(inputs), columns_(columns), bits_(bits), shifted_(tensors.shifted) {
+  const size_t blob = kBlock * static_cast<size_t>(bits) / 8, shift_blocks = (blocks() + kBlock - 1) / kBlock;
+  if (shifted_) {
+    require(bits == 4, "attribute bits is " + std::to_string(bits) + ", a product with shifts takes 4");
+    require(inputs % kBlock == 0, "K is " + std::to_string(inputs) + ", a product with shifts takes a multiple of 32");
+    require_blocks("shift ", tensors.shift_values, tensors.shift_scales, columns, shift_blocks, kBlock);
+  }
+  require_blocks("", tensors.values, tensors.scales, columns, blocks(), blob);
   const size_t record = record_bytes(bits);
   uint8_t* out = packed_.reserve(groups() * group_bytes());
   std::memset(out, 0, groups() * group_bytes());
@@ -36,8 +56,17 @@ PackedMatrix::PackedMatrix(const Tensor& values, const Tensor& scales, size_t in
     for (size_t block = 0; block < blocks(); ++block) {
       const size_t c = column % kColumns;
       uint8_t* to = out + (column / kColumns * blocks() + block) * record;
-      const uint8_t* from = values.as<uint8_t>() + (column * blocks() + block) * blob;
-      std::memcpy(to + 4 * c, scales.as<float>() + column * blocks() + block, 4);
+      const uint8_t* from = tensors.values.as<uint8_t>() + (column * blocks() + block) * blob;
+      const float scale = tensors.scales.as<float>()[column * blocks() + block];
+      if (shifted_) {
+        const size_t at = column * shift_blocks + block / kBlock;
+        const int value = tensors.shift_values.as<uint8_t>()[at * kBlock + block % kBlock] - 128;
+        put_half(to + 2 * c, scale, "scale");
+        const float by = tensors.shift_scales.as<float>()[at];
+        put_half(to + kScaleBytes / 2 + 2 * c, static_cast<float>(value) * by, "shift");
+      } else {
+        std::memcpy(to + 4 * c, &scale, 4);
+      }
       const size_t count = std::min(kBlock, inputs - block * kBlock);
       for (size_t i = 0; i < count; ++i) {
         const size_t line = bits == 4 ? i / 4 % 4 : i / 4;
@@ -49,7 +78,8 @@ PackedMatrix::PackedMatrix(const Tensor& values, const Tensor& scales, size_t in
 
 void PackedMatrix::multiply(const Path& path, const QuantisedRows& rows, size_t first, size_t last, float* out,
                             size_t stride) const {
-  (bits_ == 4 ? path.multiply4 : path.multiply8)(rows, {packed_.data(), first, last, columns_, out, stride});
+  const auto multiply = shifted_ ? path.multiply4_shifted : bits_ == 4 ? path.multiply4 : path.multiply8;
+  multiply(rows, {packed_.data(), first, last, columns_, out, stride});
 }
 
 Activations::Activations(const Path& path, const Pool& pool, const float* x, size_t rows, size_t inputs, int zero)

@@ -10,17 +10,26 @@ namespace elsi {
 
 // Columns in groups of 16, inputs in blocks of 32. Record (group, block), records in that order:
 //
-//   bytes 0..63     scale of column 0..15, float32
+//   bytes 0..63     scale of column 0..15, float32; in a shifted matrix 16 scales, then 16 shifts, 16-bit floats
 //   4 bits: line l = 0..3, 64 bytes each, byte 4 * c + i of it:
 //                   low nibble  input 4 * l + i      of column c
 //                   high nibble input 4 * l + i + 16 of column c
 //   8 bits: line l = 0..7, byte 4 * c + i: input 4 * l + i of column c
 //
 // Values are unsigned around the zero point (8 or 128), as in the file. Inputs and columns beyond the matrix are 0.
+// A shifted matrix has 4 bits: weight = scale * (value - 8) + shift, and K is a multiple of 32.
 class PackedMatrix {
  public:
-  // values uint8 [N, ceil(K / 32), 4 * bits], scales float [N, ceil(K / 32)] in any shape, as MatMulNBits takes them.
-  PackedMatrix(const Tensor& values, const Tensor& scales, size_t inputs, size_t columns, int bits);
+  // As MatMulNBits takes them: values uint8 [N, blocks, 4 * bits] and scales float [N, blocks] in any shape, where
+  // blocks is ceil(K / 32). The shifts of a shifted matrix are an 8-bit matrix [N, blocks] of that kind themselves:
+  // shift_values uint8 [N, ceil(blocks / 32), 32] around 128, shift_scales float [N, ceil(blocks / 32)].
+  struct Tensors {
+    Tensor values, scales;
+    bool shifted = false;
+    Tensor shift_values = {}, shift_scales = {};
+  };
+  // Refused where they are not so, and where a shifted matrix's scale or shift is no finite 16-bit float.
+  PackedMatrix(const Tensors& tensors, size_t inputs, size_t columns, int bits);
 
   size_t inputs() const { return inputs_; }
   size_t columns() const { return columns_; }
@@ -36,6 +45,7 @@ class PackedMatrix {
  private:
   size_t inputs_, columns_;
   int bits_;
+  bool shifted_;
   Buffer packed_;
 };
 

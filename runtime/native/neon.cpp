@@ -17,6 +17,12 @@ namespace {
 
 constexpr int kPassRows = 4;  // 16 sums of 4 columns, of 32 registers
 
+float32x4_t halves(const uint8_t* head) {  // 4 of 16 bits
+  uint16x4_t bits;
+  std::memcpy(&bits, head, sizeof bits);
+  return vcvt_f32_f16(vreinterpret_f16_u16(bits));
+}
+
 using Pass = void (*)(const uint8_t*, size_t, size_t, size_t, const Columns&);
 
 // A group at a time, so that its weights are still in the cache for the rows that follow.
@@ -104,10 +110,24 @@ bool has_i8mm() { return has_dot() && (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0;
 
 }  // namespace
 
-const Path kNeonDot = {"neon-dot", has_dot, kPortable.quantise, dot::multiply<4>, dot::multiply<8>, attend,
-                       gate,       merge};
-const Path kNeonI8mm = {"neon-i8mm", has_i8mm, kPortable.quantise, i8mm::multiply<4>, i8mm::multiply<8>, attend,
-                        gate,        merge};
+const Path kNeonDot = {"neon-dot",
+                       has_dot,
+                       kPortable.quantise,
+                       dot::multiply<4, false>,
+                       dot::multiply<8, false>,
+                       dot::multiply<4, true>,
+                       attend,
+                       gate,
+                       merge};
+const Path kNeonI8mm = {"neon-i8mm",
+                        has_i8mm,
+                        kPortable.quantise,
+                        i8mm::multiply<4, false>,
+                        i8mm::multiply<8, false>,
+                        i8mm::multiply<4, true>,
+                        attend,
+                        gate,
+                        merge};
 
 }  // namespace elsi
 #endif

@@ -1,7 +1,7 @@
 // The product of a few rows with a group of 16 columns in NEON: included once for each kind of dot product, after
 // ELSI_NEON (target attribute), kUnsigned and add<kBits>(sum, weights, row) are defined.
 
-template <int kRows, int kBits>
+template <int kRows, int kBits, bool kShifted>
 ELSI_NEON void pass(const uint8_t* data, size_t all_rows, size_t first_row, size_t blocks, const Columns& columns) {
   constexpr size_t kRecord = record_bytes(kBits);
   const uint8_t* record = columns.weights + columns.first_group * blocks * kRecord;
@@ -32,12 +32,20 @@ ELSI_NEON void pass(const uint8_t* data, size_t all_rows, size_t first_row, size
         }
       }
     for (int r = 0; r < kRows; ++r) {
+      int32_t offset;
       float scale;
+      std::memcpy(&offset, chunk + all_rows * kBlock + 4 * (first_row + r), 4);
       std::memcpy(&scale, chunk + all_rows * (kBlock + 4) + 4 * (first_row + r), 4);
+      const float factor = kShifted ? shift_factor(offset, scale) : 0.0f;
       for (int c = 0; c < 4; ++c) {
-        const float32x4_t scales = vld1q_f32(reinterpret_cast<const float*>(record) + 4 * c);
+        const float32x4_t scales =
+            kShifted ? halves(record + 8 * c) : vld1q_f32(reinterpret_cast<const float*>(record) + 4 * c);
         const float32x4_t scaled = vmulq_n_f32(vcvtq_f32_s32(dots[r][c]), scale);
         totals[r][c] = vaddq_f32(totals[r][c], vmulq_f32(scaled, scales));
+        if (kShifted) {
+          const float32x4_t shifts = halves(record + kScaleBytes / 2 + 8 * c);
+          totals[r][c] = vaddq_f32(totals[r][c], vmulq_n_f32(shifts, factor));
+        }
       }
     }
   }
@@ -46,8 +54,9 @@ ELSI_NEON void pass(const uint8_t* data, size_t all_rows, size_t first_row, size
     std::memcpy(columns.out + (first_row + r) * columns.stride, totals[r], width * sizeof(float));
 }
 
-template <int kBits>
+template <int kBits, bool kShifted>
 void multiply(const QuantisedRows& rows, const Columns& columns) {
-  static constexpr Pass by_rows[kPassRows] = {pass<1, kBits>, pass<2, kBits>, pass<3, kBits>, pass<4, kBits>};
+  static constexpr Pass by_rows[kPassRows] = {pass<1, kBits, kShifted>, pass<2, kBits, kShifted>,
+                                              pass<3, kBits, kShifted>, pass<4, kBits, kShifted>};
   all_groups(by_rows, rows, columns);
 }

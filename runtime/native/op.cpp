@@ -90,6 +90,12 @@ Tensor NodeInfo::constant(size_t input) const {
   return view(api_, value, what);
 }
 
+size_t NodeInfo::input_count() const {
+  size_t count = 0;
+  check(api_, abi::GetNodeInputCount::of(api_)(info_, &count), "the inputs cannot be counted");
+  return count;
+}
+
 Tensor Call::input(size_t index, int type) const {
   const abi::Value* value = nullptr;
   const std::string what = "input " + std::to_string(index);
@@ -114,8 +120,9 @@ Tensor Call::output(size_t index, const std::vector<int64_t>& shape, int type) c
   return tensor;
 }
 
-Op::Op(const char* called, std::vector<abi::ElementType> ins, std::vector<abi::ElementType> outs, MakeKernel maker)
-    : op_name(called), inputs(std::move(ins)), outputs(std::move(outs)), make(maker) {
+Op::Op(const char* called, std::vector<abi::ElementType> ins, std::vector<abi::ElementType> outs, MakeKernel maker,
+       size_t optional_inputs)
+    : op_name(called), inputs(std::move(ins)), outputs(std::move(outs)), make(maker), optional(optional_inputs) {
   using abi::CustomOp;
   CustomOp::name = [](const CustomOp* op) { return self(op).op_name; };
   provider = [](const CustomOp*) -> const char* { return nullptr; };  // the CPU
@@ -123,7 +130,9 @@ Op::Op(const char* called, std::vector<abi::ElementType> ins, std::vector<abi::E
   input_count = [](const CustomOp* op) { return self(op).inputs.size(); };
   output_type = [](const CustomOp* op, size_t index) { return self(op).outputs.at(index); };
   output_count = [](const CustomOp* op) { return self(op).outputs.size(); };
-  input_characteristic = [](const CustomOp*, size_t) { return abi::kRequired; };
+  input_characteristic = [](const CustomOp* op, size_t index) {
+    return index + self(op).optional < self(op).inputs.size() ? abi::kRequired : abi::kOptional;
+  };
   output_characteristic = [](const CustomOp*, size_t) { return abi::kRequired; };
   input_memory = [](const CustomOp*, size_t) { return 0; };  // as the provider has it
   variadic_input_min = variadic_output_min = [](const CustomOp*) { return 1; };

@@ -65,6 +65,7 @@ class NodeInfo {
   int64_t integer(const char* name, int64_t low, int64_t high) const;  // required; Refused outside low..high
   float number(const char* name) const;                                // required
   Tensor constant(size_t input) const;                                 // Refused where it is not an initializer
+  size_t input_count() const;                                          // without optional ones left out at the end
 
  private:
   const abi::ApiTable* api_;
@@ -92,12 +93,15 @@ class Kernel {
 
 using MakeKernel = std::unique_ptr<Kernel> (*)(const NodeInfo&);
 
-// Name, element types and kernel of one operator, as ONNX Runtime asks for them.
+// Name, element types and kernel of one operator, as ONNX Runtime asks for them. The last `optional` inputs may be left
+// out.
 struct Op : abi::CustomOp {
-  Op(const char* name, std::vector<abi::ElementType> inputs, std::vector<abi::ElementType> outputs, MakeKernel make);
+  Op(const char* name, std::vector<abi::ElementType> inputs, std::vector<abi::ElementType> outputs, MakeKernel make,
+     size_t optional = 0);
   const char* op_name;
   std::vector<abi::ElementType> inputs, outputs;
   MakeKernel make;
+  size_t optional;
 };
 
 // Memory aligned to a cache line, grown and never shrunk; the bytes are not initialised.

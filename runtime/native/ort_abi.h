@@ -57,6 +57,7 @@ using GetInput = Slot<90, Status* (*)(const KernelContext*, size_t index, const 
 using GetOutput = Slot<91, Status* (*)(KernelContext*, size_t index, const int64_t* dims, size_t count, Value** out)>;
 using ReleaseStatus = Slot<93, void (*)(Status*)>;
 using ReleaseTensorInfo = Slot<99, void (*)(TensorInfo*)>;
+using GetNodeInputCount = Slot<230, Status* (*)(const KernelInfo*, size_t* out)>;
 using GetConstantInput = Slot<249, Status* (*)(const KernelInfo*, size_t index, int* is_constant, const Value** out)>;
 using ParallelFor =
     Slot<274, Status* (*)(const KernelContext*, void (*fn)(void*, size_t), size_t total, size_t batches, void* data)>;

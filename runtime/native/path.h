@@ -12,7 +12,7 @@ namespace elsi {
 constexpr size_t kColumns = 16;     // columns of a group
 constexpr size_t kBlock = 32;       // inputs that share a scale
 constexpr size_t kRowBytes = 40;    // a quantised block of one row: 32 values, an offset (int32), a scale (float)
-constexpr size_t kScaleBytes = 64;  // 16 float scales at the head of a weight record
+constexpr size_t kScaleBytes = 64;  // 16 float scales at the head of a weight record, or 16-bit scales and shifts
 constexpr size_t kMaxRows = 12;     // rows that one pass over a group takes
 
 constexpr size_t record_bytes(int bits) { return kScaleBytes + kColumns * kBlock * static_cast<size_t>(bits) / 8; }
@@ -25,9 +25,12 @@ struct QuantisedRows {
   size_t blocks;  // of 32 inputs
 };
 
+// What a row's block adds for each unit of a column's shift: sum(q) * scale. 4-bit weights' offset is -8 * sum(q).
+inline float shift_factor(int32_t offset, float scale) { return static_cast<float>(offset) * -0.125f * scale; }
+
 // One call's share of a product: columns [16 * first_group, 16 * last_group) of the packed weights.
 struct Columns {
-  const uint8_t* weights;  // [group][block] records: 16 scales, then the values (see matmul.h)
+  const uint8_t* weights;  // [group][block] records: 16 scales, then the values (see matrix.h)
   size_t first_group, last_group;
   size_t columns;  // N, may end within the last group
   float* out;      // [R, stride], from the first group's first column on
@@ -66,6 +69,7 @@ struct Path {
   void (*quantise)(const float* x, size_t k, int zero, uint8_t* chunk, size_t row, size_t rows);
   void (*multiply4)(const QuantisedRows& rows, const Columns& columns);
   void (*multiply8)(const QuantisedRows& rows, const Columns& columns);
+  void (*multiply4_shifted)(const QuantisedRows& rows, const Columns& columns);
   // Softmax sums of rows first..last-1 over one span, for the query heads of one kv head. states [rows, group, state];
   // those of rows that do not see the span are not written. scratch: floats, attention_scratch(call, rows) of them.
   void (*attend)(const AttentionCall& call, size_t kv_head, size_t first, size_t last, size_t span, float* states,

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 
+#include "half.h"
 #include "path.h"
 
 namespace elsi {
@@ -51,7 +52,7 @@ void quantise(const float* x, size_t k, int zero, uint8_t* chunk, size_t row, si
   }
 }
 
-template <int kBits>
+template <int kBits, bool kShifted>
 void add_block(const uint8_t* record, const int8_t* q, int32_t offset, float scale, float* sums) {
   int32_t dots[kColumns];
   for (size_t c = 0; c < kColumns; ++c) dots[c] = offset;
@@ -63,14 +64,21 @@ void add_block(const uint8_t* record, const int8_t* q, int32_t offset, float sca
         const int value = kBits == 4 ? (four < 4 ? w[at] & 15 : w[at] >> 4) : w[at];
         dots[c] += value * q[four * 4 + i];
       }
-  for (size_t c = 0; c < kColumns; ++c) {
-    float column_scale;
-    std::memcpy(&column_scale, record + 4 * c, 4);
-    sums[c] += static_cast<float>(dots[c]) * scale * column_scale;
-  }
+  for (size_t c = 0; c < kColumns; ++c)
+    if constexpr (kShifted) {
+      uint16_t halves[2];
+      std::memcpy(halves, record + 2 * c, 2);
+      std::memcpy(halves + 1, record + kScaleBytes / 2 + 2 * c, 2);
+      sums[c] += static_cast<float>(dots[c]) * scale * from_half(halves[0]);
+      sums[c] += shift_factor(offset, scale) * from_half(halves[1]);
+    } else {
+      float column_scale;
+      std::memcpy(&column_scale, record + 4 * c, 4);
+      sums[c] += static_cast<float>(dots[c]) * scale * column_scale;
+    }
 }
 
-template <int kBits>
+template <int kBits, bool kShifted>
 void multiply(const QuantisedRows& rows, const Columns& columns) {
   for (size_t group = columns.first_group; group < columns.last_group; ++group) {
     const uint8_t* weights = columns.weights + group * rows.blocks * record_bytes(kBits);
@@ -83,8 +91,8 @@ void multiply(const QuantisedRows& rows, const Columns& columns) {
         float scale;
         std::memcpy(&offset, chunk + rows.count * kBlock + 4 * row, 4);
         std::memcpy(&scale, chunk + rows.count * (kBlock + 4) + 4 * row, 4);
-        add_block<kBits>(weights + block * record_bytes(kBits), reinterpret_cast<const int8_t*>(chunk + row * kBlock),
-                         offset, scale, sums);
+        add_block<kBits, kShifted>(weights + block * record_bytes(kBits),
+                                   reinterpret_cast<const int8_t*>(chunk + row * kBlock), offset, scale, sums);
       }
       std::memcpy(columns.out + row * columns.stride + (group - columns.first_group) * kColumns, sums,
                   width * sizeof(float));
@@ -154,6 +162,7 @@ bool always() { return true; }
 
 }  // namespace
 
-const Path kPortable = {"portable", always, quantise, multiply<4>, multiply<8>, attend, gate, merge};
+const Path kPortable = {"portable",           always, quantise, multiply<4, false>, multiply<8, false>,
+                        multiply<4, true>, attend, gate,     merge};
 
 }  // namespace elsi

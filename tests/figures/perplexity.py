@@ -2,8 +2,9 @@
 
     python -m tests.figures.perplexity BUNDLE... --prompts FILE --out FILE [--limit 60] [--window 256]
 
-The text is the prompts' own, raw, cut into one window each; the first token of a window is not predicted. The windows'
-token ids go to OUT.ids.json, which perplexity_llama_cpp.py reads to measure llama.cpp on the original GGUF.
+Rows are named as the bundles' directories are. The text is the prompts' own, raw, cut into one window each; the first
+token of a window is not predicted. The windows' token ids go to OUT.ids.json, which perplexity_llama_cpp.py reads to
+measure llama.cpp on the original GGUF.
 """
 
 import json
@@ -46,7 +47,7 @@ def main() -> None:
             target.keep(0)
             logits.append(target.run(Tree.chain(ids[1:]), ids[0], logit_rows=range(len(ids))).logits.copy())
         agree = np.concatenate([a.argmax(-1) == b.argmax(-1) for a, b in zip(logits, source, strict=True)])
-        figures[bundle.manifest.precision] = {
+        figures[path.name] = {
             "perplexity": _perplexity(logits, windows),
             "top1_agreement": float(agree.mean()),
         }
