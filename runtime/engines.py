@@ -87,7 +87,7 @@ class BundleEngines:
         if role == "target-native":
             return native_ops.open_native(self._bundle.graph(role), self._settings)
         if resolve_provider(self._settings.provider) == "CPUExecutionProvider":
-            for bits in self._quantised_bits():
+            for bits in sorted(self._quantised_bits()):
                 require_sound_kernel(bits)
         return open_packed(self._bundle, role, self._settings)
 

@@ -16,6 +16,7 @@ Weights = Sequence[tuple[str, NDArray[Any]]]
 _MICROSOFT = "com.microsoft"
 _DOMAINS = {"": 21, _MICROSOFT: 1, native_ops.DOMAIN: 1}
 _BLOCK = 32  # weights that share a scale, as exports have it
+_OFFSET_BITS = 4  # of weights whose blocks have offsets in exports
 _LEVEL = 4  # MatMulNBits' accuracy level: activations in 8 bits
 _PASTS = (5, 8, 20, 33, 64)  # cached tokens at which an attention's rows are compared; of every remainder that matters
 _MOST = 0.01  # relative difference of one row from the same among four: rounding is below 1e-6
@@ -26,10 +27,11 @@ def matrix_session(
 ) -> tuple[ort.InferenceSession, int]:
     """A session over x [T, rows_in] -> y [T, rows_out] with random weights of 4, 8 or 32 bits.
 
-    With `native` by this package's operator, for 4 and 8 bits. Returns it with the weights' bytes. Raises ProviderError
-    where the native operators cannot run.
+    With `native` by this package's operator, for 4 and 8 bits; at 4 with offsets, as exports have them. Returns it with
+    the weights' bytes that a call reads. Raises ProviderError where the native operators cannot run.
     """
     draw = np.random.default_rng(seed)
+    extra: Weights = []
     if bits == 32:
         weights: Weights = [("w", draw.standard_normal((rows_in, rows_out)).astype(np.float32))]
         node = onnx_bytes.node("MatMul", ["x", "w"], ["y"])
@@ -40,10 +42,15 @@ def matrix_session(
         weights = [("w", packed), ("s", scales)]
         numbers = {"K": rows_in, "N": rows_out, "bits": bits, "block_size": _BLOCK}
         if native:
-            node = onnx_bytes.node("MatMulBlocks", ["x", "w", "s"], ["y"], domain=native_ops.DOMAIN, numbers=numbers)
+            if bits == _OFFSET_BITS:
+                extra = _random_offsets(draw, rows_out, blocks)
+            names = ["x", "w", "s", *(name for name, _ in extra)]
+            node = onnx_bytes.node("MatMulBlocks", names, ["y"], domain=native_ops.DOMAIN, numbers=numbers)
         else:
             numbers["accuracy_level"] = _LEVEL
             node = onnx_bytes.node("MatMulNBits", ["x", "w", "s"], ["y"], domain=_MICROSOFT, numbers=numbers)
+    read = sum(array.nbytes for _, array in weights)
+    weights = [*weights, *extra]
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
@@ -57,7 +64,14 @@ def matrix_session(
         domains=_DOMAINS,
     )
     session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    return session, sum(array.nbytes for _, array in weights)
+    return session, read
+
+
+def _random_offsets(draw: np.random.Generator, rows_out: int, blocks: int) -> Weights:
+    """Offsets [N, blocks] as a matrix of 8 bits in blocks of its own."""
+    groups = -(-blocks // _BLOCK)
+    values = draw.integers(0, 256, (rows_out, groups, _BLOCK), dtype=np.uint8)
+    return [("o", values), ("t", draw.uniform(0.01, 0.02, rows_out * groups).astype(np.float32))]
 
 
 def require_sound_kernel(bits: int) -> None:

@@ -35,6 +35,9 @@ _WIDTH_GAIN = 0.3  # exponent of the rule for tau
 _MEMORY_BOUND = 0.75  # share of a product's time that reading its weights explains
 # Small operators of a block beside the gated product's parts: products, attention, norms, and elementwise ones.
 _NODES = {"stock": 11, "native": 5}
+_OFFSET_NODES = (
+    18  # of the stock graph's blocks at int4: a second product and a sum for each of 5, and 4 sums of blocks
+)
 _QK_NORM_NODES = 7  # of a family that norms queries and keys
 _OUTER_NODES = 4  # lookup, last norm, choice of rows, lm_head
 _DRAFT_NODES = 16  # of a draft's call
@@ -177,6 +180,8 @@ class CostModel:
     def nodes(self) -> int:
         """Operators of the target's graph, as overhead counts them."""
         extra = _QK_NORM_NODES if self._shape.family == "qwen3" else 0
+        if self._precision == "int4" and self._kernels == "stock":
+            extra += _OFFSET_NODES
         return self._shape.blocks * (_NODES[self._kernels] + extra) + _OUTER_NODES
 
     def attended_bytes(self, past: int) -> int:

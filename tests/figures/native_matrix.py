@@ -1,7 +1,8 @@
 """The native matrix product beside MatMulNBits, and beside the machine's limits: ms by rows, in the form of a table.
 
-    python -m tests.figures.native_matrix [--shape chain|1b] [--bits 4] [--threads 2] [--seconds 20] [--peak FILE]
+    python -m tests.figures.native_matrix [--shape chain|1b] [--bits 4] [--offsets] [--threads 2] [--peak FILE]
 
+With --offsets the native blocks of 4 bits have some, as exports write them; MatMulNBits has none in either case.
 `chain` is 16 chained 2048 x 2048 matrices; `1b` one block of a model of a billion parameters, several times over.
 The two are timed in turns, round after round; medians, and the spread between the quartiles.
 """
@@ -27,7 +28,7 @@ SHAPES: dict[str, Widths] = {
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 
 
-def opened(widths: Widths, bits: int, threads: int, *, native: bool) -> ort.InferenceSession:
+def opened(widths: Widths, bits: int, threads: int, *, native: bool, offsets: bool) -> ort.InferenceSession:
     """A session over all matrices; every one reads the same input, cut to its width."""
     draw = np.random.default_rng(0)
     nodes, tensors = [], []
@@ -38,6 +39,12 @@ def opened(widths: Widths, bits: int, threads: int, *, native: bool) -> ort.Infe
         kind, domain = ("MatMulBlocks", native_ops.DOMAIN) if native else ("MatMulNBits", "com.microsoft")
         extra = {} if native else {"accuracy_level": 4}
         names = [f"x{inputs}", f"w{index}", f"s{index}"]
+        if native and offsets:
+            groups = -(-inputs // 1024)
+            values = draw.integers(0, 256, (columns, groups, 32), dtype=np.uint8)
+            steps = draw.uniform(0, 1e-4, (columns, groups)).astype(np.float32)
+            tensors += [numpy_helper.from_array(values, f"o{index}"), numpy_helper.from_array(steps, f"t{index}")]
+            names += [f"o{index}", f"t{index}"]
         node = helper.make_node(
             kind, names, [f"y{index}"], domain=domain, K=inputs, N=columns, bits=bits, block_size=32, **extra
         )
@@ -63,6 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="chain")
     parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--offsets", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
@@ -70,7 +78,8 @@ def main() -> None:
     options = parser.parse_args()
     widths = SHAPES[options.shape]
     runs = {
-        name: opened(widths, options.bits, options.threads, native=name == "native") for name in ("stock", "native")
+        name: opened(widths, options.bits, options.threads, native=name == "native", offsets=options.offsets)
+        for name in ("stock", "native")
     }
     draw = np.random.default_rng(1)
     feeds = {
