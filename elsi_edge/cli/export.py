@@ -74,7 +74,10 @@ def export(
         typer.Option(help="TOML or JSON file of bits by matrix and of the rounding; see the README."),
     ] = None,
     lm_head_bits: Annotated[
-        int | None, typer.Option("--lm-head-bits", help="Of the lm_head and, where tied, the embeddings: 4, 8 or 32 (default: 8 with int4).")
+        int | None,
+        typer.Option(
+            "--lm-head-bits", help="Of the lm_head and, where tied, the embeddings: 4, 8 or 32 (default: 8 with int4)."
+        ),
     ] = None,
     context: Annotated[
         int | None,
