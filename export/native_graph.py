@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from elsi_edge.errors import ModelError
 from elsi_edge.export import offsets
+from elsi_edge.export.native_blocks import fold_blocks
 from elsi_edge.export.rounding import ACCURACY_LEVEL, BLOCK
 from elsi_edge.export.surgery import attentions, load_graph, save_graph
 from elsi_edge.runtime.tree import bias_window
@@ -53,6 +54,7 @@ def write_native_graph(stock: Path, out: Path, *, attention: bool = True) -> boo
         use_native_products(model)
         if attention:
             use_native_attention(model)
+            fold_blocks(model, DOMAIN)
     except ModelError as error:
         _log.info("no native graph: %s", error)
         return False

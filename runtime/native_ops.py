@@ -19,8 +19,8 @@ from elsi_edge.runtime.ort import open_graph, resolve_provider, session_options
 
 DOMAIN = "elsi.edge"
 LIBRARY = "libelsi_edge_ops.so"  # as setup.py names it
-FORMAT = 3  # of the graphs that name the operators; a library of another one is not used
-VERSION = 2  # of the kernels: with another one costs are measured again
+FORMAT = 4  # of the graphs that name the operators; a library of another one is not used
+VERSION = 3  # of the kernels: with another one costs are measured again
 EXACT_ROWS = 64  # rows in one call for which the tests hold a row's bits to be its own
 
 

@@ -35,6 +35,7 @@ _WIDTH_GAIN = 0.3  # exponent of the rule for tau
 _MEMORY_BOUND = 0.75  # share of a product's time that reading its weights explains
 # Small operators of a block beside the gated product's parts: products, attention, norms, and elementwise ones.
 _NODES = {"stock": 11, "native": 5}
+_WHOLE_BLOCKS = ("llama", "mistral")  # families whose native blocks are one operator
 _OFFSET_NODES = (
     18  # of the stock graph's blocks at int4: a second product and a sum for each of 5, and 4 sums of blocks
 )
@@ -179,6 +180,8 @@ class CostModel:
     @property
     def nodes(self) -> int:
         """Operators of the target's graph, as overhead counts them."""
+        if self._kernels == "native" and self._shape.family in _WHOLE_BLOCKS:
+            return self._shape.blocks + _OUTER_NODES
         extra = _QK_NORM_NODES if self._shape.family == "qwen3" else 0
         if self._precision == "int4" and self._kernels == "stock":
             extra += _OFFSET_NODES

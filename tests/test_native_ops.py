@@ -78,8 +78,8 @@ def test_the_native_graph_of_a_bundle(tiny_bundle: MakeBundle, precision: str) -
     bundle = Bundle.load(tiny_bundle(precision))
     graph = onnx.load(bundle.graph("target-native"), load_external_data=False).graph
     kinds = {node.op_type for node in graph.node}
-    assert {"TreeAttention", "NormGatedBlocks", "NormMatMulBlocks", "MatMulBlocks"} <= kinds
-    assert not {"MatMulNBits", "GroupQueryAttention", "Sigmoid"} & kinds
+    assert {"DecoderBlock", "MatMulBlocks"} <= kinds
+    assert not {"MatMulNBits", "GroupQueryAttention", "Sigmoid", "TreeAttention", "NormGatedBlocks"} & kinds
     names = {value.name for value in graph.input}
     assert {"cached", "parents"} <= names
     assert not {"seqlens_k", "total_sequence_length", "position_ids", "attention_bias"} & names

@@ -12,7 +12,7 @@
 namespace elsi {
 namespace {
 
-constexpr size_t kAhead = 2048;  // bytes of weights asked for before they are needed
+constexpr size_t kAhead = 4096;  // bytes of weights asked for before they are needed
 
 ELSI_512_INLINE __m512i four(const uint8_t* values) {  // 4 inputs of a row, the same for all 16 columns
   int32_t bits;
@@ -49,7 +49,7 @@ ELSI_512 void pass(const QuantisedRows& rows, const Columns& columns) {
       for (int r = 0; r < kRows; ++r) dots[r] = four(chunk + kRows * kBlock + 4 * r);
 #pragma GCC unroll 9
       for (size_t line = 0; line < kRecord; line += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(record + kAhead + line), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(record + kAhead + line), _MM_HINT_T1);
 #pragma GCC unroll 8
       for (int i = 0; i < kBits; ++i) {
         const __m512i raw = _mm512_load_si512(record + kScaleBytes + 64 * i);

@@ -71,13 +71,8 @@ PackedMatrix packed(const NodeInfo& node, const Source& source, size_t index, si
   require(given == plain || given == shifted, "there are " + std::to_string(given) + " inputs, it must be " +
                                                   std::to_string(plain) + ", or " + std::to_string(shifted) +
                                                   " with shifts");
-  auto tensor = [&](size_t weight) { return node.constant(source.place(weight)); };
-  PackedMatrix::Tensors tensors{tensor(2 * index), tensor(2 * index + 1)};
-  if (given == shifted) {
-    tensors.shifted = true;
-    tensors.shift_values = tensor(2 * (count + index));
-    tensors.shift_scales = tensor(2 * (count + index) + 1);
-  }
+  const size_t shifts = given == shifted ? source.place(2 * (count + index)) : 0;
+  const PackedMatrix::Tensors tensors = PackedMatrix::tensors(node, source.place(2 * index), shifts);
   return PackedMatrix(tensors, source.inputs(), size_of(node, "N"), bits_of(node));
 }
 
@@ -94,16 +89,8 @@ class MatMulBlocks : public Kernel {
     if (rows.count == 0) return;
     const Pool pool = call.pool();
     const Activations acts(path_, pool, rows.data, rows.count, source_.inputs(), matrix_.zero());
-    const size_t groups = matrix_.groups(), tasks = task_count(groups, matrix_.group_bytes(), rows.count);
-    const size_t tile =
-        acts.chunks() == 1 ? groups : 1;  // with several chunks, a group stays in the cache for all of them
-    auto work = [&](size_t task) {
-      const size_t end = (task + 1) * groups / tasks;
-      for (size_t group = task * groups / tasks; group < end; group += tile)
-        for (size_t chunk = 0; chunk < acts.chunks(); ++chunk)
-          matrix_.multiply(path_, acts.chunk(chunk), group, std::min(end, group + tile),
-                           rows.y + acts.first_row(chunk) * columns + group * kColumns, columns);
-    };
+    const size_t tasks = task_count(matrix_.groups(), matrix_.group_bytes(), rows.count);
+    auto work = [&](size_t task) { multiply_share(path_, matrix_, acts, task, tasks, rows.y); };
     pool.run(tasks, work);
   }
 
@@ -118,39 +105,23 @@ class GatedBlocks : public Kernel {
   GatedBlocks(const NodeInfo& node, bool normed)
       : path_(chosen_path()),
         source_(node, normed),
-        gate_(packed(node, source_, 0, 2)),
-        up_(packed(node, source_, 1, 2)) {}
+        matrices_{packed(node, source_, 0, 2), packed(node, source_, 1, 2)} {}
 
   void compute(const Call& call) const override {
-    const size_t columns = gate_.columns();
-    const Source::Rows rows = source_.read(call, columns);
+    const PackedMatrix& gate = matrices_.gate;
+    const Source::Rows rows = source_.read(call, gate.columns());
     if (rows.count == 0) return;
     const Pool pool = call.pool();
-    const Activations acts(path_, pool, rows.data, rows.count, source_.inputs(), gate_.zero());
-    const size_t groups = gate_.groups(), tasks = task_count(groups, 2 * gate_.group_bytes(), rows.count);
-    auto work = [&](size_t task) {
-      for (size_t group = task * groups / tasks; group < (task + 1) * groups / tasks; ++group)
-        for (size_t chunk = 0; chunk < acts.chunks(); ++chunk)
-          one_group(acts.chunk(chunk), group, rows.y + acts.first_row(chunk) * columns + group * kColumns);
-    };
+    const Activations acts(path_, pool, rows.data, rows.count, source_.inputs(), gate.zero());
+    const size_t tasks = task_count(gate.groups(), 2 * gate.group_bytes(), rows.count);
+    auto work = [&](size_t task) { matrices_.multiply_share(path_, acts, task, tasks, rows.y); };
     pool.run(tasks, work);
   }
 
  private:
-  void one_group(const QuantisedRows& rows, size_t group, float* y) const {
-    float gates[kMaxRows * kColumns] = {}, ups[kMaxRows * kColumns] = {};
-    gate_.multiply(path_, rows, group, group + 1, gates, kColumns);
-    up_.multiply(path_, rows, group, group + 1, ups, kColumns);
-    const size_t width = std::min(kColumns, gate_.columns() - group * kColumns);
-    for (size_t row = 0; row < rows.count; ++row) {
-      path_.gate(gates + row * kColumns, ups + row * kColumns);
-      std::copy_n(gates + row * kColumns, width, y + row * gate_.columns());
-    }
-  }
-
   const Path& path_;
   Source source_;
-  PackedMatrix gate_, up_;
+  GatedMatrices matrices_;
 };
 
 template <class Product, bool kNormed>

@@ -10,7 +10,13 @@ namespace {
 
 constexpr size_t kTaskBytes = 48 << 10;  // of weights, at few rows: about 5 us from memory
 constexpr size_t kMostTasks = 32;
+constexpr size_t kEvenTaskBytes = 96 << 10;  // shorter runs through memory are slower
 constexpr size_t kSerialValues = 32 << 10;  // quantised by the caller alone below this
+
+Buffer& activation_buffer() {  // of the thread that runs the graph; its workers read it
+  static thread_local Buffer buffer;
+  return buffer;
+}
 
 unsigned value_at(const uint8_t* block, size_t input, int bits) {
   if (bits == 8) return block[input];
@@ -82,16 +88,31 @@ void PackedMatrix::multiply(const Path& path, const QuantisedRows& rows, size_t 
   multiply(rows, {packed_.data(), first, last, columns_, out, stride});
 }
 
+void PackedMatrix::fetch_share(size_t task, size_t tasks, size_t most) const {
+  const size_t bytes = std::min(most, groups() * group_bytes());
+  for (size_t at = task * bytes / tasks / 64 * 64; at < (task + 1) * bytes / tasks; at += 64)
+    __builtin_prefetch(packed_.data() + at, 0, 2);
+}
+
+PackedMatrix::Tensors PackedMatrix::tensors(const NodeInfo& node, size_t at, size_t shifts_at) {
+  Tensors out{node.constant(at), node.constant(at + 1)};
+  if (shifts_at > 0) {
+    out.shifted = true;
+    out.shift_values = node.constant(shifts_at);
+    out.shift_scales = node.constant(shifts_at + 1);
+  }
+  return out;
+}
+
+Activations::Activations(size_t rows, size_t inputs)
+    : rows_(rows),
+      inputs_(inputs),
+      blocks_((inputs + kBlock - 1) / kBlock),
+      data_(activation_buffer().reserve(rows * blocks_ * kRowBytes)) {}
+
 Activations::Activations(const Path& path, const Pool& pool, const float* x, size_t rows, size_t inputs, int zero)
-    : rows_(rows), blocks_((inputs + kBlock - 1) / kBlock) {
-  static thread_local Buffer buffer;  // of the thread that runs the graph; its workers read it
-  data_ = buffer.reserve(rows * blocks_ * kRowBytes);
-  auto quantise = [&](size_t index) {
-    const QuantisedRows rows_of = chunk(index);
-    for (size_t r = 0; r < rows_of.count; ++r)
-      path.quantise(x + (first_row(index) + r) * inputs, inputs, zero, const_cast<uint8_t*>(rows_of.data), r,
-                    rows_of.count);
-  };
+    : Activations(rows, inputs) {
+  auto quantise = [&](size_t index) { quantise_chunk(path, x, index, zero); };
   if (rows * inputs >= kSerialValues) {
     pool.run(chunks(), quantise);
   } else {
@@ -99,14 +120,62 @@ Activations::Activations(const Path& path, const Pool& pool, const float* x, siz
   }
 }
 
+void Activations::make_room(size_t rows, size_t most_inputs) { Activations(rows, most_inputs); }
+
 QuantisedRows Activations::chunk(size_t index) const {
   const size_t first = first_row(index), end = first_row(index + 1);
   return {data_ + first * blocks_ * kRowBytes, end - first, blocks_};
 }
 
+void Activations::quantise_chunk(const Path& path, const float* x, size_t index, int zero) const {
+  const QuantisedRows rows = chunk(index);
+  for (size_t r = 0; r < rows.count; ++r)
+    path.quantise(x + (first_row(index) + r) * inputs_, inputs_, zero, const_cast<uint8_t*>(rows.data), r, rows.count);
+}
+
+void Activations::quantise_row(const Path& path, const float* x, size_t row, int zero) const {
+  size_t index = 0;
+  while (first_row(index + 1) <= row) ++index;
+  const QuantisedRows rows = chunk(index);
+  path.quantise(x, inputs_, zero, const_cast<uint8_t*>(rows.data), row - first_row(index), rows.count);
+}
+
 size_t task_count(size_t groups, size_t group_bytes, size_t rows) {
   const size_t work = groups * group_bytes * std::max<size_t>(1, rows / 3);
   return std::clamp<size_t>(work / kTaskBytes, 1, std::min(kMostTasks, groups));
+}
+
+size_t even_task_count(size_t groups, size_t group_bytes, size_t threads) {
+  const size_t each = std::max<size_t>(1, (groups * group_bytes / threads + kEvenTaskBytes / 2) / kEvenTaskBytes);
+  return std::min(groups, threads * each);
+}
+
+void multiply_share(const Path& path, const PackedMatrix& matrix, const Activations& acts, size_t task, size_t tasks,
+                    float* y) {
+  const size_t groups = matrix.groups(), columns = matrix.columns(), end = (task + 1) * groups / tasks;
+  // with several chunks, a group stays in the cache for all of them
+  const size_t tile = acts.chunks() == 1 ? groups : 1;
+  for (size_t group = task * groups / tasks; group < end; group += tile)
+    for (size_t chunk = 0; chunk < acts.chunks(); ++chunk)
+      matrix.multiply(path, acts.chunk(chunk), group, std::min(end, group + tile),
+                      y + acts.first_row(chunk) * columns + group * kColumns, columns);
+}
+
+void GatedMatrices::multiply_share(const Path& path, const Activations& acts, size_t task, size_t tasks,
+                                   float* y) const {
+  const size_t groups = gate.groups(), columns = gate.columns();
+  for (size_t group = task * groups / tasks; group < (task + 1) * groups / tasks; ++group)
+    for (size_t chunk = 0; chunk < acts.chunks(); ++chunk) {
+      const QuantisedRows rows = acts.chunk(chunk);
+      float gates[kMaxRows * kColumns] = {}, ups[kMaxRows * kColumns] = {};
+      gate.multiply(path, rows, group, group + 1, gates, kColumns);
+      up.multiply(path, rows, group, group + 1, ups, kColumns);
+      float* out = y + acts.first_row(chunk) * columns + group * kColumns;
+      for (size_t row = 0; row < rows.count; ++row) {
+        path.gate(gates + row * kColumns, ups + row * kColumns);
+        std::copy_n(gates + row * kColumns, std::min(kColumns, columns - group * kColumns), out + row * columns);
+      }
+    }
 }
 
 }  // namespace elsi

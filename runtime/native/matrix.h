@@ -38,6 +38,12 @@ class PackedMatrix {
   size_t group_bytes() const { return blocks() * record_bytes(bits_); }
   int zero() const { return bits_ == 4 ? 8 : 128; }
 
+  // Tensors of a node: values and scales from input `at` on, those of the shifts from `shifts_at` on where that is not 0.
+  static Tensors tensors(const NodeInfo& node, size_t at, size_t shifts_at);
+
+  // Asks for share `task` of `tasks` of the first `most` bytes, to be there when they are needed.
+  void fetch_share(size_t task, size_t tasks, size_t most) const;
+
   // Rows of one chunk times columns of groups first..last-1; out [R, stride] starts at column 16 * first.
   void multiply(const Path& path, const QuantisedRows& rows, size_t first, size_t last, float* out,
                 size_t stride) const;
@@ -49,22 +55,42 @@ class PackedMatrix {
   Buffer packed_;
 };
 
-// Rows quantised for matrices of one zero point; a view into a buffer that the calling thread keeps.
+// Rows quantised for matrices of one zero point; a view into a buffer that the calling thread keeps, one for all of them.
 class Activations {
  public:
+  Activations(size_t rows, size_t inputs);  // not quantised yet
   Activations(const Path& path, const Pool& pool, const float* x, size_t rows, size_t inputs, int zero);
+
+  // So that several may follow each other in the buffer without its moving.
+  static void make_room(size_t rows, size_t most_inputs);
 
   size_t rows() const { return rows_; }
   size_t chunks() const { return (rows_ + kMaxRows - 1) / kMaxRows; }
   size_t first_row(size_t chunk) const { return chunk * rows_ / chunks(); }
   QuantisedRows chunk(size_t index) const;
+  void quantise_row(const Path& path, const float* x, size_t row, int zero) const;  // x [K] of that row
 
  private:
-  size_t rows_, blocks_;
+  void quantise_chunk(const Path& path, const float* x, size_t index, int zero) const;
+
+  size_t rows_, inputs_, blocks_;
   uint8_t* data_;
 };
 
 // How many tasks to cut `groups` column groups into: a hand-off costs some microseconds, so a task has to be worth it.
 size_t task_count(size_t groups, size_t group_bytes, size_t rows);
+// The same where so many threads are there already and take their shares: as many tasks for each.
+size_t even_task_count(size_t groups, size_t group_bytes, size_t threads);
+
+// Task `task` of `tasks` of a product: all rows times its share of the columns, into y [rows, N].
+void multiply_share(const Path& path, const PackedMatrix& matrix, const Activations& acts, size_t task, size_t tasks,
+                    float* y);
+
+// Two matrices of one size over one input.
+struct GatedMatrices {
+  PackedMatrix gate, up;
+  // Task `task` of `tasks` of SiLU(x gate) * (x up), into y [rows, N].
+  void multiply_share(const Path& path, const Activations& acts, size_t task, size_t tasks, float* y) const;
+};
 
 }  // namespace elsi

@@ -44,19 +44,16 @@ const float* SkipNorm::run(const Pool& pool, const float* x, const float* skip, 
 }
 
 void SkipNorm::one_row(const float* x, const float* skip, float* sum, float* normed) const {
+  for (size_t i = 0; i < gamma_.size(); ++i) sum[i] = x[i] + skip[i];
+  norm_row(sum, normed);
+}
+
+void SkipNorm::norm_row(const float* sum, float* normed) const {
   const size_t inputs = gamma_.size(), whole = inputs / kLanes * kLanes;
   float lanes[kLanes] = {};
   for (size_t i = 0; i < whole; i += kLanes)
-    for (size_t lane = 0; lane < kLanes; ++lane) {
-      const float value = x[i + lane] + skip[i + lane];
-      sum[i + lane] = value;
-      lanes[lane] += value * value;
-    }
-  for (size_t i = whole; i < inputs; ++i) {
-    const float value = x[i] + skip[i];
-    sum[i] = value;
-    lanes[i - whole] += value * value;
-  }
+    for (size_t lane = 0; lane < kLanes; ++lane) lanes[lane] += sum[i + lane] * sum[i + lane];
+  for (size_t i = whole; i < inputs; ++i) lanes[i - whole] += sum[i] * sum[i];
   const float mean = added_up(lanes) / static_cast<float>(inputs);
   const float scale = 1.0f / std::sqrt(mean + epsilon_);
   for (size_t i = 0; i < inputs; ++i) normed[i] = sum[i] * scale * gamma_[i];

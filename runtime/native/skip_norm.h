@@ -15,6 +15,8 @@ class SkipNorm {
 
   // Rows of x + skip into sums [rows, K]; the normed rows, in a buffer that the calling thread keeps until its next call.
   const float* run(const Pool& pool, const float* x, const float* skip, float* sums, size_t rows) const;
+  // The norm of one row that is a sum already.
+  void norm_row(const float* sum, float* normed) const;
 
  private:
   void one_row(const float* x, const float* skip, float* sum, float* normed) const;
