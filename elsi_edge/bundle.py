@@ -1,9 +1,10 @@
 """The deployable directory: a manifest, graphs, weights and tokenizer; strict to load, atomic to save."""
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
@@ -12,14 +13,18 @@ from elsi_edge.artifacts import DraftConfig, LayerSelection, ModelShape, Precisi
 from elsi_edge.errors import BundleError, ConfigError
 from elsi_edge.fsio import new_directory, sha256_file, storage_errors, write_json
 
+_log = logging.getLogger(__name__)
+
 FORMAT = "elsi-edge-bundle"
 FORMAT_VERSION = 1
+NATIVE_FORMAT = 4  # of graphs that name native operators; later ones may name some that this version does not have
 MANIFEST = "manifest.json"
 DRAFT_VOCAB_FILE = "draft_to_target_ids.npy"  # int64 [U], absolute ids
 
 TAP_CONVENTION = "tap t is the residual stream entering block t; 0 the embeddings, L before the final norm"
 
 _DRAFT_FILES = ("draft.", "draft-native.", "projection.", "draft_to_target_ids.")
+_NATIVE = "-native"  # how the roles of graphs that name native operators end
 _TEXT_FILES = ("tokenizer.json", "text.json")
 
 # Roles a graph can have in a bundle.
@@ -93,6 +98,7 @@ class BundleManifest:
     tokenizer_sha256: str = ""  # of the target's tokenizer.json
     template_sha256: str = ""  # of its chat template
     tap_convention: str = TAP_CONVENTION  # what the numbers of the selection's taps mean
+    native_format: int = 0  # NATIVE_FORMAT of its native graphs; 0 without any, and before it was written down
     created_by: str = f"elsi-edge {__version__}"
     format_version: int = FORMAT_VERSION
 
@@ -196,7 +202,8 @@ class Bundle:
     def load(cls, directory: Path) -> Self:
         """Read and check a bundle: format, paths inside it, sizes and hashes of every file.
 
-        Raises BundleError naming the file and the two values that disagree. Nothing is written.
+        Native graphs of a later format are left out: the stock ones beside them compute the same, more slowly. Raises
+        BundleError naming the file and the two values that disagree. Nothing is written.
         """
         manifest = read_manifest(directory)
         for name, entry in manifest.files.items():
@@ -204,6 +211,17 @@ class Bundle:
         for role, name in manifest.graphs.items():
             if name not in manifest.files:
                 raise BundleError(f"bundle {directory}: graph {role} is {name!r}, which its file list does not name")
+        if manifest.native_format > NATIVE_FORMAT:
+            _log.warning(
+                "%s has native graphs of format %d, this elsi-edge %s runs %d and older: its stock graphs are used; "
+                "update elsi-edge, or export again",
+                directory,
+                manifest.native_format,
+                __version__,
+                NATIVE_FORMAT,
+            )
+            stock = {role: name for role, name in manifest.graphs.items() if not role.endswith(_NATIVE)}
+            manifest = replace(manifest, graphs=stock)
         return cls(directory=directory, manifest=manifest)
 
 

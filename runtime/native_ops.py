@@ -13,13 +13,14 @@ from pathlib import Path
 
 import onnxruntime as ort
 
+from elsi_edge.bundle import NATIVE_FORMAT
 from elsi_edge.errors import ProviderError, UsageError
 from elsi_edge.runtime.options import SessionSettings
 from elsi_edge.runtime.ort import open_graph, resolve_provider, session_options
 
 DOMAIN = "elsi.edge"
 LIBRARY = "libelsi_edge_ops.so"  # as setup.py names it
-FORMAT = 4  # of the graphs that name the operators; a library of another one is not used
+FORMAT = NATIVE_FORMAT  # of the graphs that name the operators; a library of another one is not used
 VERSION = 3  # of the kernels: with another one costs are measured again
 EXACT_ROWS = 64  # rows in one call for which the tests hold a row's bits to be its own
 

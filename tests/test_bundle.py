@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elsi_edge.bundle import MANIFEST, Bundle, new_bundle
+from elsi_edge.bundle import MANIFEST, NATIVE_FORMAT, Bundle, new_bundle
 from elsi_edge.errors import BundleError, StorageError
 
 MakeBundle = Callable[..., Path]
@@ -66,6 +66,16 @@ def test_altered_file(bundle: Path) -> None:
 def test_unknown_format_version(bundle: Path) -> None:
     edit(bundle, lambda value: value.update(format_version=99))
     refused(bundle, "99", "reads 1")
+
+
+def test_native_graphs_of_a_later_version_are_left_out(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert Bundle.load(bundle).manifest.native_format == NATIVE_FORMAT
+    edit(bundle, lambda value: value.update(native_format=NATIVE_FORMAT + 1))
+    graphs = Bundle.load(bundle).manifest.graphs
+    assert {"target-chain", "target-tree", "draft"} <= set(graphs) and not any("native" in role for role in graphs)
+    assert f"format {NATIVE_FORMAT + 1}" in caplog.text and "stock graphs" in caplog.text
+    edit(bundle, lambda value: value.pop("native_format"))  # as before it was written down
+    assert "target-native" in Bundle.load(bundle).manifest.graphs
 
 
 @pytest.mark.parametrize("name", ["../outside.onnx", "/etc/passwd", "graphs\\target.onnx", "a/../../b", "C:/x"])
