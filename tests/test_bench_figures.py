@@ -197,6 +197,7 @@ def full(report: Mapping[str, Any] | None = None) -> dict[str, Any]:
             "words": ["half of the limit"],
             "verify": [{**point, "limit_ms": 1.0}, {**point, "rows": 2, "limit_ms": 1.1}],
         },
+        "perplexity": None,
         "against": None,
     }
 
@@ -305,7 +306,7 @@ def test_reports_are_read_whole_or_from_the_last_line(tmp_path: Path) -> None:
 def test_a_peer_is_compared_answer_by_answer() -> None:
     answers = [made(plain_s=1.0, fast_s=0.5, name="a"), made(plain_s=1.0, fast_s=0.5, name="b")]
     peer = object.__new__(Peer)
-    peer.name, peer.version, peer.flags, peer.model = "n", "v", "f", "m"
+    peer.name, peer.version, peer.flags, peer.model, peer.scores = "n", "v", "f", "m", None
     # 21 tokens in one second after the first 5 ms, against ours of 11 in half a second: alike. Then half as fast.
     peer.answers = {
         0: PeerAnswer(tokens=21, text="", first_ms=5.0, decode_s=1.0),

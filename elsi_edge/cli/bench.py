@@ -66,6 +66,10 @@ def bench(
         list[str] | None,
         typer.Option(metavar="NAME=PATH", help="The model's file or directory for one of --against; may be repeated."),
     ] = None,
+    perplexity: Annotated[
+        bool,
+        typer.Option("--perplexity", help="Perplexity on the prompts' texts too, this bundle's and of --against."),
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the JSON report to this file too.")] = None,
     report: Annotated[
         Path | None, typer.Option(help="Write an HTML page with pictures to this file; measures memory and roofline.")
@@ -111,6 +115,7 @@ def bench(
         roofline=roofline or report is not None,
         memory_limit=None if memory_limit is None else opt.size_of("--memory-limit", memory_limit),
         peers=bench_extras.peers_of(against, peer_model or []),
+        perplexity=perplexity,
     )
     counts = opt.counts_of("--threads", threads)
     run = _Bench(bundle, work, provider, settings, prompts, limit, extras, (out, report))
@@ -166,7 +171,7 @@ class _Bench:
 
     def measure(self, threads: int, *, first: bool, json: bool) -> dict[str, Any]:
         """The report with one number of threads, shown unless JSON is wanted."""
-        from elsi_edge.cli import bench_show, common
+        from elsi_edge.cli import bench_perplexity, bench_show, common
         from elsi_edge.runtime.bench.json_form import report_json, windows
         from elsi_edge.runtime.bench.report import summarise
         from elsi_edge.runtime.options import SessionSettings
@@ -174,9 +179,14 @@ class _Bench:
 
         session = Session.open(self.directory, SessionSettings(threads=threads, provider=self.provider))
         session.policy(self.settings.options(plain=False))
+        texts = self.extras.texts(session, self.rows) if first else None
         peers = self.extras.open_peers(self.directory, session) if first else None
+        own = None
         try:
             answers, partial, warm_ups, load = _run(session, self.rows, self.settings, peers)
+            if texts is not None and not partial:
+                own = bench_perplexity.score(self.directory, session, texts, peers, exact=self.settings.exact)
+                partial = own is None
         finally:
             if peers is not None:
                 peers.close()
@@ -186,7 +196,8 @@ class _Bench:
         value["noise"] = bench_show.noise_json(report, load if peers is None else None)
         value["sustained"] = windows(answers) if self.settings.seconds else None
         value |= self.extras.measure(self.directory, session, report, answers, first=first and not partial)
-        value["against"] = None if peers is None else peers.report(answers)
+        value["perplexity"] = bench_perplexity.report_json(texts, own)
+        value["against"] = None if peers is None else peers.report(answers, own)
         if not json:
             bench_show.show(report, value)
             common.next_command(f"elsi-edge chat {shlex.quote(self.named)}{flags(work=self.work)}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elsi_edge.artifacts import PromptRow
     from elsi_edge.runtime.bench.answers import BenchAnswer
+    from elsi_edge.runtime.bench.perplexity import Scores
     from elsi_edge.runtime.bench.report import BenchReport
     from elsi_edge.runtime.session import Session
 
@@ -20,6 +21,13 @@ class Extras:
     roofline: bool
     memory_limit: int | None  # bytes
     peers: Mapping[str, str | None]  # by name the model's file or directory, None where it is to be found
+    perplexity: bool = False
+
+    def texts(self, session: "Session", rows: "Sequence[PromptRow]") -> list[list[int]] | None:
+        """The windows of token ids whose perplexity was asked for; None when it was not. Raises UsageError."""
+        from elsi_edge.runtime.bench.perplexity import windows_of
+
+        return windows_of(rows, session) if self.perplexity else None
 
     def open_peers(self, bundle: Path, session: "Session") -> "Peers | None":
         """The other runtimes, ready; None when none was asked for."""
@@ -28,7 +36,7 @@ class Extras:
         from elsi_edge.bundle import read_manifest
 
         model = read_manifest(bundle).model
-        paths = {name: path or _find(name, model) for name, path in self.peers.items()}
+        paths = {name: path or find_peer(name, model) for name, path in self.peers.items()}
         return Peers(paths, session)
 
     def measure(
@@ -88,11 +96,23 @@ class Peers:
             peer.answers[place] = peer.answer(ids, max(1, len(ours.plain.token_ids)))
         self._warm = True
 
-    def report(self, answers: "Sequence[BenchAnswer]") -> list[dict[str, Any]]:
-        """An object for each."""
+    def score(self, windows: "Sequence[Sequence[int]]") -> None:
+        """Every one's scores of the windows; a runtime's own speculation has the weights of its plain form."""
+        from elsi_edge.cli import common
+
+        found: dict[tuple[str, str], Scores | str] = {}
+        by_weights = {(peer.name.partition("+")[0], peer.model): peer for peer in self._peers}
+        with common.progress("their perplexity", len(by_weights) * len(windows), "windows") as bar:
+            for weights, peer in by_weights.items():
+                found[weights] = peer.score(windows, advance=lambda: bar.advance())
+        for peer in self._peers:
+            peer.scores = found[peer.name.partition("+")[0], peer.model]
+
+    def report(self, answers: "Sequence[BenchAnswer]", own: "Scores | None") -> list[dict[str, Any]]:
+        """An object for each; `own` are our scores where perplexity was asked for."""
         from elsi_edge.runtime.bench.peers import peer_report
 
-        return [peer_report(peer, answers) for peer in self._peers]
+        return [peer_report(peer, answers, own) for peer in self._peers]
 
     def close(self) -> None:
         """End the children."""
@@ -118,7 +138,7 @@ def peers_of(against: str | None, models: Sequence[str]) -> dict[str, str | None
     return {name: given.get(name.partition("+")[0]) for name in names}
 
 
-def _find(name: str, model: str) -> str:
+def find_peer(name: str, model: str) -> str:
     """The built-in model's GGUF, or what onnxruntime-genai's builder makes of it. Raises UsageError."""
     from elsi_edge import builtin, cache
     from elsi_edge.errors import UsageError

@@ -36,7 +36,8 @@ def show(report: "BenchReport", value: Mapping[str, Any]) -> None:
         number(plain.tokens_per_s, 1), number(report.speedup, 2),
     )  # fmt: skip
     common.out.print(table)
-    for line in (*_speed_lines(report), *_memory_lines(value), *_limit_lines(value), *_roofline_lines(value)):
+    parts = (_speed_lines(report), _memory_lines(value), _limit_lines(value), _roofline_lines(value))
+    for line in (*(line for part in parts for line in part), *_perplexity_lines(value)):
         common.out.print(line, soft_wrap=True)
     if value["against"]:
         common.out.print(_peers(value["against"]))
@@ -160,17 +161,40 @@ def _roofline_lines(value: Mapping[str, Any]) -> Iterator[str]:
         yield from roofline["words"]
 
 
+def _perplexity_lines(value: Mapping[str, Any]) -> Iterator[str]:
+    own = value["perplexity"]
+    if own is None:
+        return
+    yield f"perplexity: {own['perplexity']:.2f} on {own['windows']} texts, {own['tokens']} tokens predicted"
+    for peer in value["against"] or ():
+        found = peer["perplexity"]
+        if found is not None:
+            yield f"perplexity of {peer['name']}: {perplexity_words(found)}"
+
+
+def perplexity_words(found: Mapping[str, Any]) -> str:
+    """A peer's perplexity, or why there is none."""
+    if found["perplexity"] is None:
+        return f"not measured ({found['not_measured']})"
+    return f"{found['perplexity']:.2f}, its likeliest token ours in {100 * found['top1_agreement']:.1f} % of the places"
+
+
 def _peers(peers: list[Mapping[str, Any]]) -> Any:
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("runtime", "tokens/s", "ours over it", "end to end", "first token, ms", "same text"):
+    scored = any(peer["perplexity"] is not None for peer in peers)
+    names = ["runtime", "tokens/s", "ours over it", "end to end", "first token, ms", "same text"]
+    for name in (*names, "perplexity") if scored else names:
         table.add_column(name, justify="left" if name == "runtime" else "right", no_wrap=True)
     for peer in peers:
-        table.add_row(
+        cells = [
             peer["name"], number(peer["tokens_per_s"], 1), number(peer["ours_over_it"], 2) + interval(peer["interval"]),
             number(peer["end_to_end"], 2), number(peer["time_to_first_token_ms"], 0),
             f"{peer['same_text']} of {peer['answers']}",
-        )  # fmt: skip
+        ]  # fmt: skip
+        if scored:
+            cells.append(number((peer["perplexity"] or {}).get("perplexity"), 2))
+        table.add_row(*cells)
     return table

@@ -2,7 +2,8 @@
 
 Reads requests {"ids": [...], "max_tokens": n} as lines of JSON, answers each with {"tokens": n, "text": ...,
 "first_ms": ..., "decode_s": ...}, greedy; the first line it writes says that it is ready: version and flags.
-Tokens of the prompt are given as they are, so that every runtime continues the same.
+Tokens of the prompt are given as they are, so that every runtime continues the same. A request {"score": [...]} of two
+tokens or more is answered with {"losses": [...], "likeliest": [...]} (see `peer_scores`) or {"not_measured": why}.
 """
 
 import contextlib
@@ -14,21 +15,35 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any, TextIO
 
+from elsi_edge.runtime.bench import peer_scores
+
 Answer = Callable[[list[int], int], dict[str, Any]]
+_Opened = tuple[str, str, Answer, peer_scores.Score]
 
 
 def main() -> None:
     """Serve until stdin ends."""
     name, model, threads, context = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     with _own_stdout() as out:
-        opened, said, answer = _OPEN[name.partition("+")[0]](model, threads, context, "+" in name)
+        opened, said, answer, score = _OPEN[name.partition("+")[0]](model, threads, context, "+" in name)
         _write(out, {"version": opened, "flags": said})
         for line in sys.stdin:
             request = json.loads(line)
-            _write(out, answer(request["ids"], request["max_tokens"]))
+            if "score" in request:
+                _write(out, _scored(score, request["score"]))
+            else:
+                _write(out, answer(request["ids"], request["max_tokens"]))
 
 
-def _llama_cpp(model: str, threads: int, context: int, speculative: bool) -> tuple[str, str, Answer]:
+def _scored(score: peer_scores.Score, ids: list[int]) -> dict[str, Any]:
+    """Perplexity is beside the point of the run: what fails there leaves the runtime's speeds as they are."""
+    try:
+        return score(ids)
+    except Exception as error:  # whatever a foreign library raises
+        return {"not_measured": " ".join(str(error).split()) or type(error).__name__}
+
+
+def _llama_cpp(model: str, threads: int, context: int, speculative: bool) -> _Opened:
     import xllamacpp
 
     parameters: Any = xllamacpp.CommonParams()
@@ -59,10 +74,10 @@ def _llama_cpp(model: str, threads: int, context: int, speculative: bool) -> tup
             "decode_s": timings["predicted_ms"] / 1e3,
         }
 
-    return f"xllamacpp {version('xllamacpp')}", flags, answer
+    return f"xllamacpp {version('xllamacpp')}", flags, answer, peer_scores.llama_cpp(server)
 
 
-def _genai(model: str, threads: int, context: int, speculative: bool) -> tuple[str, str, Answer]:
+def _genai(model: str, threads: int, context: int, speculative: bool) -> _Opened:
     import onnxruntime_genai as og
 
     if speculative:
@@ -88,10 +103,11 @@ def _genai(model: str, threads: int, context: int, speculative: bool) -> tuple[s
         text = tokenizer.decode(made)
         return {"tokens": len(made), "text": text, "first_ms": 1e3 * (first - start), "decode_s": end - first}
 
-    return f"onnxruntime-genai {version('onnxruntime-genai')}", f"int4 of its own builder, {threads} threads", answer
+    flags = f"int4 of its own builder, {threads} threads"
+    return f"onnxruntime-genai {version('onnxruntime-genai')}", flags, answer, peer_scores.genai(og, loaded)
 
 
-def _openvino(model: str, threads: int, context: int, speculative: bool) -> tuple[str, str, Answer]:
+def _openvino(model: str, threads: int, context: int, speculative: bool) -> _Opened:
     import numpy as np
     import openvino
     import openvino_genai
@@ -116,10 +132,10 @@ def _openvino(model: str, threads: int, context: int, speculative: bool) -> tupl
         decode = (metrics.get_generate_duration().mean - first) / 1e3
         return {"tokens": len(made), "text": text, "first_ms": first, "decode_s": decode}
 
-    return f"openvino-genai {version('openvino-genai')}", flags, answer
+    return f"openvino-genai {version('openvino-genai')}", flags, answer, peer_scores.openvino(model, threads)
 
 
-_OPEN: dict[str, Callable[[str, int, int, bool], tuple[str, str, Answer]]] = {
+_OPEN: dict[str, Callable[[str, int, int, bool], _Opened]] = {
     "llama.cpp": _llama_cpp,
     "onnxruntime-genai": _genai,
     "openvino-genai": _openvino,

@@ -7,14 +7,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Self
+
+import numpy as np
 
 from elsi_edge.errors import MissingExtraError, ProviderError, UsageError
 from elsi_edge.runtime.bench.answers import BenchAnswer, decode_seconds, end_to_end_seconds
 from elsi_edge.runtime.bench.intervals import interval_of_median
 from elsi_edge.runtime.bench.memory import last_line
+from elsi_edge.runtime.bench.perplexity import Scores, agreement, joined, perplexity_of
 
 # Names that users give, the module behind each; NAME+spec is a runtime's own speculative mode.
 PEERS: Mapping[str, str] = {
@@ -59,14 +62,28 @@ class Peer:
         ready = self._read()
         self.version, self.flags = str(ready["version"]), str(ready["flags"])
         self.answers: dict[int, PeerAnswer] = {}  # by place in the run
+        self.scores: Scores | str | None = None  # or why they could not be had; None where nobody asked
 
     def answer(self, ids: Sequence[int], max_tokens: int) -> PeerAnswer:
         """Greedy; raises ProviderError with the child's last words when it dies."""
-        assert self._child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._child.stdin.write(json.dumps({"ids": list(ids), "max_tokens": max_tokens}) + "\n")
-            self._child.stdin.flush()
-        return PeerAnswer(**self._read())
+        return PeerAnswer(**self._ask({"ids": list(ids), "max_tokens": max_tokens}))
+
+    def score(self, windows: Sequence[Sequence[int]], *, advance: Callable[[], None] = lambda: None) -> Scores | str:
+        """How likely it finds tokens 2..n of each window, of the weights that it answers with; or why that fails."""
+        parts = []
+        for ids in windows:
+            try:
+                found = self._ask({"score": list(ids)})
+            except ProviderError as error:
+                return str(error)
+            if "not_measured" in found:
+                return str(found["not_measured"])
+            losses, likeliest = np.array(found["losses"], np.float64), np.array(found["likeliest"], np.int64)
+            if not losses.shape == likeliest.shape == (len(ids) - 1,) or not np.isfinite(losses).all():
+                return f"it gave {losses.size} losses for {len(ids) - 1} tokens, or some that are no numbers"
+            parts.append(Scores(losses=losses, likeliest=likeliest))
+            advance()
+        return joined(parts)
 
     def warm_up(self, ids: Sequence[int]) -> None:
         """As our own arms are: short answers until caches and pools are there."""
@@ -93,6 +110,13 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.write(json.dumps(request) + "\n")
+            self._child.stdin.flush()
+        return self._read()
+
     def _read(self) -> dict[str, Any]:
         assert self._child.stdout is not None
         line = self._child.stdout.readline()
@@ -105,8 +129,11 @@ class Peer:
         return value
 
 
-def peer_report(peer: Peer, answers: Sequence[BenchAnswer]) -> dict[str, Any]:
-    """How it fared beside our speculative arm, over the answers that both gave. JSON-ready."""
+def peer_report(peer: Peer, answers: Sequence[BenchAnswer], own: Scores | None = None) -> dict[str, Any]:
+    """How it fared beside our speculative arm, over the answers that both gave. JSON-ready.
+
+    `own` are our scores on the windows of the peer's, where perplexity was asked for.
+    """
     both = [(answers[place], other) for place, other in sorted(peer.answers.items()) if place < len(answers)]
     ratios, whole, same = [], [], 0
     for ours, other in both:
@@ -132,4 +159,15 @@ def peer_report(peer: Peer, answers: Sequence[BenchAnswer]) -> dict[str, Any]:
         "interval": interval_of_median(ratios),
         "end_to_end": statistics.median(whole) if whole else None,
         "same_text": same,
+        "perplexity": score_report(peer.scores, own),
     }
+
+
+def score_report(scores: Scores | str | None, reference: Scores | None) -> dict[str, Any] | None:
+    """Perplexity and agreement with the reference's likeliest tokens, or why there is none. JSON-ready."""
+    if scores is None:
+        return None
+    if isinstance(scores, str):
+        return {"perplexity": None, "top1_agreement": None, "not_measured": scores}
+    share = None if reference is None else agreement(scores, reference)
+    return {"perplexity": perplexity_of(scores), "top1_agreement": share, "not_measured": None}

@@ -3,8 +3,8 @@
     python -m tests.figures.perplexity BUNDLE... --prompts FILE --out FILE [--limit 60] [--window 256]
 
 Rows are named as the bundles' directories are. The text is the prompts' own, raw, cut into one window each; the first
-token of a window is not predicted. The windows' token ids go to OUT.ids.json, which perplexity_llama_cpp.py reads to
-measure llama.cpp on the original GGUF.
+token of a window is not predicted. The windows' token ids go to OUT.ids.json, which perplexity_peers.py reads to
+measure other runtimes on them.
 """
 
 import json
