@@ -1,4 +1,4 @@
-"""DecoderBlock: bit for bit what its operators give one after another, in any company; and what is no such block."""
+"""DecoderBlock: bit for bit what its operators give one after another, in any company."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +10,9 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from elsi_edge.bundle import Bundle
-from elsi_edge.export import native_blocks, native_graph, surgery
 from elsi_edge.runtime import native_ops
 from tests import test_native_matrix as matrix
 from tests import test_native_shift as shift
-from tests.test_export import MakeBundle
 
 REPORT = native_ops.report()
 pytestmark = pytest.mark.skipif(not REPORT.available, reason=REPORT.why_not)
@@ -216,28 +213,3 @@ def test_inputs_that_do_not_fit_are_refused(changed: dict[str, Any], message: st
     run = opened(block(given), given)
     with pytest.raises(Exception, match=message):
         run.run(None, feed(20, [-1, 0]) | changed)
-
-
-def test_blocks_of_a_bundle_become_one_node_each(tiny_bundle: MakeBundle) -> None:
-    model = surgery.load_graph(Bundle.load(tiny_bundle("int4")).graph("target-tree"))
-    native_graph.use_native_products(model)
-    native_graph.use_native_attention(model)
-    before = [value.name for value in model.graph.outputs]
-    assert native_blocks.fold_blocks(model, native_ops.DOMAIN) == 2
-    kinds = [node.op_type for node in model.graph]
-    assert kinds.count("DecoderBlock") == 2 and "TreeAttention" not in kinds
-    assert [value.name for value in model.graph.outputs] == before
-
-
-def test_a_block_of_another_kind_leaves_all_as_they_are(tiny_bundle: MakeBundle) -> None:
-    """A product between attention and stream that is not the only reader: as in a family with something more there."""
-    model = surgery.load_graph(Bundle.load(tiny_bundle("int4")).graph("target-tree"))
-    native_graph.use_native_products(model)
-    native_graph.use_native_attention(model)
-    attended = next(node for node in model.graph if node.op_type == "TreeAttention").outputs[0]
-    model.graph.outputs.append(attended)
-    down = [node for node in model.graph if node.op_type == "MatMulBlocks"][-2]
-    down.attributes["bits"] = down.attributes["bits"].__class__("bits", down.attributes["bits"].type, 8)
-    before = [node.op_type for node in model.graph]
-    assert native_blocks.fold_blocks(model, native_ops.DOMAIN) == 0
-    assert [node.op_type for node in model.graph] == before

@@ -13,7 +13,7 @@ import pytest
 
 from elsi_edge.bundle import Bundle
 from elsi_edge.errors import ModelError, ProviderError
-from elsi_edge.export import native_graph, surgery
+from elsi_edge.export import native_blocks, native_graph, surgery
 from elsi_edge.runtime import engines, native_ops
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
 from elsi_edge.runtime.session import Session
@@ -164,3 +164,28 @@ def test_a_library_older_than_its_sources_is_not_used(tmp_path: Path) -> None:
     os.utime(library, (0, 0))
     with pytest.raises(ProviderError, match=r"older than its sources; build it again: pip install -e \."):
         native_ops._load.__wrapped__(library)
+
+
+def test_blocks_of_a_bundle_become_one_node_each(tiny_bundle: MakeBundle) -> None:
+    model = surgery.load_graph(Bundle.load(tiny_bundle("int4")).graph("target-tree"))
+    native_graph.use_native_products(model)
+    native_graph.use_native_attention(model)
+    before = [value.name for value in model.graph.outputs]
+    assert native_blocks.fold_blocks(model, native_ops.DOMAIN) == 2
+    kinds = [node.op_type for node in model.graph]
+    assert kinds.count("DecoderBlock") == 2 and "TreeAttention" not in kinds
+    assert [value.name for value in model.graph.outputs] == before
+
+
+def test_a_block_of_another_kind_leaves_all_as_they_are(tiny_bundle: MakeBundle) -> None:
+    """A product between attention and stream that is not the only reader: as in a family with something more there."""
+    model = surgery.load_graph(Bundle.load(tiny_bundle("int4")).graph("target-tree"))
+    native_graph.use_native_products(model)
+    native_graph.use_native_attention(model)
+    attended = next(node for node in model.graph if node.op_type == "TreeAttention").outputs[0]
+    model.graph.outputs.append(attended)
+    down = [node for node in model.graph if node.op_type == "MatMulBlocks"][-2]
+    down.attributes["bits"] = down.attributes["bits"].__class__("bits", down.attributes["bits"].type, 8)
+    before = [node.op_type for node in model.graph]
+    assert native_blocks.fold_blocks(model, native_ops.DOMAIN) == 0
+    assert [node.op_type for node in model.graph] == before
