@@ -21,11 +21,11 @@ from elsi_edge.text import TextCodec
 
 _STEPS = (1, 2, 5)  # rows a step that must give the same bits, beside all that the graph has
 _FINE = {"taps_relative_error": 0.2}  # at 16-bit activations: SmolLM2's massive token alone is off by a tenth
-# What passes at 8-bit activations, nats: they part from SmolLM2 by far more than 8-bit weights do (docs/npu.md), which
-# the manifest records; the check then finds a wrong graph, not a coarse one.
+# What passes at 8-bit activations: they part from a model by more than 8-bit weights do (SmolLM2: 0.15 nats), which the
+# manifest records; the check then finds a wrong graph, not a coarse one.
 _COARSE = {
-    "divergence_nats": 6.0,
-    "tree_divergence_nats": 12.0,
+    "divergence_nats": 2.0,
+    "tree_divergence_nats": 4.0,
     "taps_relative_error": 1.0,
     "draft_entry_relative_error": 0.5,
     "draft_node_relative_error": 0.5,

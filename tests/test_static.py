@@ -77,6 +77,26 @@ def test_16_bits_lie_nearer_to_the_model_than_8(static_bundle: MakeBundle) -> No
     assert read_manifest(static_bundle("fp32")).parity["top1_agreement"] == 1.0
 
 
+def test_at_8_bits_down_projections_and_heads_keep_16(static_bundle: MakeBundle) -> None:
+    """Massive activations lie there: both sides of these products are uint16, all others uint8."""
+    bundle = Bundle.load(static_bundle("int8", 8))
+    for role, head in (("static-verify", "model.embed_tokens"), ("static-entry", "draft.head")):
+        graph = onnx.load(bundle.graph(role), load_external_data=False).graph  # type: ignore[arg-type]
+        kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
+        makers = {node.output[0]: node for node in graph.node}
+        readers = {node.input[0]: node for node in graph.node if node.op_type == "QuantizeLinear"}
+        wide = set()
+        for product in (node for node in graph.node if node.op_type == "Gemm"):
+            read, matrix = (makers[name] for name in product.input)
+            before, after = kinds[read.input[2]], kinds[readers[product.output[0]].input[2]]
+            assert before == after in (onnx.TensorProto.UINT8, onnx.TensorProto.UINT16)
+            if before == onnx.TensorProto.UINT16:
+                wide.add(matrix.input[0].removesuffix(".weight.int8"))
+        prefix = "draft.0" if role == "static-entry" else "model.layers.0"
+        assert {head, f"{prefix}.mlp.down_proj"} <= wide
+        assert all(name == head or name.endswith(".down_proj") for name in wide)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_graphs_are_what_an_npu_takes(static_bundle: MakeBundle, precision: str) -> None:
     bundle = Bundle.load(static_bundle(precision))

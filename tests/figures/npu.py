@@ -10,13 +10,15 @@ last run are kept for bundles that this one does not name, so that providers of 
 """
 
 import argparse
+import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 from numpy.typing import NDArray
 
 from elsi_edge.artifacts import PromptRow
@@ -32,7 +34,6 @@ from elsi_edge.text import TextCodec
 from tests.figures.common import save
 
 _SHORTEST = 48  # tokens of a text that is worth a window
-Logits = list[NDArray[np.float32]]
 
 
 def main() -> None:
@@ -45,24 +46,25 @@ def main() -> None:
     windows = [ids for ids in texts if len(ids) >= _SHORTEST][: options.limit]
     source = _source_argmax(first, windows, options.out)
     settings = SessionSettings(threads=options.threads, provider=options.provider)
-    figures: dict[str, Any] = _before(options.out)
-    figures["source fp32 (torch)"] = {"perplexity": source["perplexity"]}
+    wanted = [] if options.dynamic is None else _dynamic_answers(options, rows[: options.answers])
     for path in options.bundles:
         bundle = Bundle.load(path)
         form = bundle.manifest.static
         assert form is not None, f"{path} is no static bundle"
         target = open_static_target(bundle, settings)
-        logits = [_teacher_forced(target, ids) for ids in windows]
-        agree = [one.argmax(-1) == np.array(other) for one, other in zip(logits, source["argmax"], strict=True)]
+        losses, likeliest = _measure(functools.partial(_teacher_forced, target), windows)
         name = f"{bundle.manifest.precision}, activations {form.activation_bits}, {resolve_provider(options.provider)}"
-        figures[name] = {
-            "perplexity": _perplexity(logits, windows),
-            "top1_agreement": float(np.concatenate(agree).mean()),
+        figures = {
+            "perplexity": math.exp(losses.mean()),
+            "top1_agreement": float((likeliest == np.array(source["argmax"])).mean()),
             "rows": [form.prefill_rows, form.verify_rows, form.level_rows],
+            "onnxruntime": onnxruntime.__version__,
         }
-        if options.dynamic is not None:
-            figures[name] |= _answers(path, options, rows[: options.answers], settings)
-    save(options.out, {"windows": len(windows), "tokens": sum(map(len, windows)), "figures": figures})
+        del target  # a session opens its own
+        if wanted:
+            figures |= _answers(path, options, rows[: options.answers], wanted, settings)
+        every = _before(options.out) | {"source fp32 (torch)": {"perplexity": source["perplexity"]}, name: figures}
+        save(options.out, {"windows": len(windows), "tokens": sum(map(len, windows)), "figures": every})
 
 
 def _arguments() -> argparse.Namespace:
@@ -78,7 +80,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _before(out: Path) -> dict[str, Any]:
-    """Figures of the run before, by what they are of."""
+    """Figures of runs before, by what they are of."""
     if not out.is_file():
         return {}
     found: dict[str, Any] = json.loads(out.read_text("utf-8"))["figures"]
@@ -87,7 +89,7 @@ def _before(out: Path) -> dict[str, Any]:
 
 def _source_argmax(bundle: Bundle, windows: list[list[int]], out: Path) -> dict[str, Any]:
     """The source model's likeliest tokens and perplexity; kept beside `out` for environments without torch."""
-    file = Path(f"{out}.source.json")
+    file = Path(f"{out}.ids.json")
     if file.is_file():
         kept: dict[str, Any] = json.loads(file.read_text("utf-8"))
         if kept["windows"] == windows:
@@ -96,12 +98,8 @@ def _source_argmax(bundle: Bundle, windows: list[list[int]], out: Path) -> dict[
     from elsi_edge.models import resolve
 
     reference = Reference(resolve(bundle.manifest.model).directory)
-    logits = [reference.run(ids, None)[0] for ids in windows]
-    made = {
-        "windows": windows,
-        "argmax": [one.argmax(-1).tolist() for one in logits],
-        "perplexity": _perplexity(logits, windows),
-    }
+    losses, likeliest = _measure(lambda ids: reference.run(ids, None)[0], windows)
+    made = {"windows": windows, "argmax": likeliest.tolist(), "perplexity": math.exp(losses.mean())}
     file.write_text(json.dumps(made))
     return made
 
@@ -117,34 +115,52 @@ def _teacher_forced(target: StaticTarget, ids: Sequence[int]) -> NDArray[np.floa
     return np.concatenate(rows)
 
 
-def _perplexity(logits: Logits, windows: list[list[int]]) -> float:
-    losses = [
-        -log_softmax(rows[:-1])[np.arange(len(ids) - 1), ids[1:]] for rows, ids in zip(logits, windows, strict=True)
-    ]
-    return math.exp(float(np.concatenate(losses).mean(dtype=np.float64)))
+def _measure(
+    run: Callable[[list[int]], NDArray[np.float32]], windows: list[list[int]]
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Nats of every token but each window's first, and the likeliest token after every one."""
+    losses, likeliest = [], []
+    for ids in windows:
+        log_probs = log_softmax(run(ids))
+        losses.append(-log_probs[np.arange(len(ids) - 1), ids[1:]].astype(np.float64))
+        likeliest.append(log_probs.argmax(-1))
+    return np.concatenate(losses), np.concatenate(likeliest)
+
+
+def _dynamic_answers(options: argparse.Namespace, rows: Sequence[PromptRow]) -> list[list[int]]:
+    """The dynamic bundle's plain answers on the CPU provider; kept beside `out` for other environments."""
+    file, asked = Path(f"{options.out}.answers.ids.json"), [options.tokens, *(row.turns[0] for row in rows)]
+    kept: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    if kept.get("asked") != asked:
+        session = Session.open(options.dynamic, SessionSettings(threads=options.threads))
+        how = GenerateOptions(plain=True, max_tokens=options.tokens)
+        kept = {"asked": asked, "ids": [list(session.generate(row.turns[0], how).token_ids) for row in rows]}
+        file.write_text(json.dumps(kept))
+    found: list[list[int]] = kept["ids"]
+    return found
 
 
 def _answers(
-    path: Path, options: argparse.Namespace, rows: Sequence[PromptRow], settings: SessionSettings
+    path: Path,
+    options: argparse.Namespace,
+    rows: Sequence[PromptRow],
+    wanted: Sequence[list[int]],
+    settings: SessionSettings,
 ) -> dict[str, Any]:
     """Answers that equal the dynamic bundle's plain ones, and those that equal the bundle's own plain ones."""
-    dynamic, static = (
-        Session.open(options.dynamic, SessionSettings(threads=options.threads)),
-        Session.open(path, settings),
-    )
+    static = Session.open(path, settings)
     kinds: dict[str, dict[str, Any]] = {"plain": {"plain": True}, "chain": {"shape": "chain"}}
     if static.precision == "fp32":
         kinds["tree"] = {"shape": "tree"}
     found: dict[str, Any] = {"answers": len(rows), "answer_tokens": options.tokens}
     equal = {kind: [0, 0] for kind in kinds}  # to the dynamic bundle's, to its own
     taus: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for row in rows:
-        want = dynamic.generate(row.turns[0], GenerateOptions(plain=True, max_tokens=options.tokens)).token_ids
+    for row, want in zip(rows, wanted, strict=True):
         own: tuple[int, ...] = ()
         for kind, extra in kinds.items():
             got = static.generate(row.turns[0], GenerateOptions(max_tokens=options.tokens, **extra))
             own = own or got.token_ids
-            equal[kind][0] += got.token_ids == want
+            equal[kind][0] += list(got.token_ids) == want
             equal[kind][1] += got.token_ids == own
             taus[kind].append(got.tau or 1.0)
     for kind, (theirs, itself) in equal.items():
