@@ -71,7 +71,7 @@ def export(
     ] = None,
     recipe: Annotated[
         Path | None,
-        typer.Option(help="TOML or JSON file of bits by matrix and of the rounding; see the README."),
+        typer.Option(help="TOML or JSON file of bits by matrix and of the rounding; see docs/exporting.md."),
     ] = None,
     lm_head_bits: Annotated[
         int | None,
