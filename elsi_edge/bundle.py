@@ -76,6 +76,11 @@ class StaticForm:
             )
 
 
+def is_native(role: str) -> bool:
+    """Whether graphs of a role name native operators."""
+    return role.endswith(_NATIVE)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BundleManifest:
     """What a bundle is; `files` is filled when it is written."""
@@ -220,7 +225,7 @@ class Bundle:
                 __version__,
                 NATIVE_FORMAT,
             )
-            stock = {role: name for role, name in manifest.graphs.items() if not role.endswith(_NATIVE)}
+            stock = {role: name for role, name in manifest.graphs.items() if not is_native(role)}
             manifest = replace(manifest, graphs=stock)
         return cls(directory=directory, manifest=manifest)
 

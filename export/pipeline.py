@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from elsi_edge.artifacts import BITS, BYTES_PER_WEIGHT, DRAFT_PRECISION, LayerSelection, Precision
-from elsi_edge.bundle import NATIVE_FORMAT, BundleManifest, GraphRole, StaticForm, new_bundle
+from elsi_edge.bundle import NATIVE_FORMAT, BundleManifest, GraphRole, StaticForm, is_native, new_bundle
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.errors import DraftError, UsageError
 from elsi_edge.export import builder, draft_graph, moments, parity, target
@@ -124,7 +124,7 @@ def describe(
         precision=precision,
         context=context,
         graphs={str(role): name for role, name in graphs.items()},
-        native_format=NATIVE_FORMAT if any(role.endswith("-native") for role in graphs) else 0,
+        native_format=NATIVE_FORMAT if any(map(is_native, graphs)) else 0,
         selection=None if draft is None else draft.config.selection,
         draft=None if draft is None else draft.config,
         quantisation=quantisation,

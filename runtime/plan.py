@@ -36,9 +36,8 @@ _MEMORY_BOUND = 0.75  # share of a product's time that reading its weights expla
 # Small operators of a block beside the gated product's parts: products, attention, norms, and elementwise ones.
 _NODES = {"stock": 11, "native": 5}
 _WHOLE_BLOCKS = ("llama", "mistral")  # families whose native blocks are one operator
-_OFFSET_NODES = (
-    18  # of the stock graph's blocks at int4: a second product and a sum for each of 5, and 4 sums of blocks
-)
+# Of the stock graph's blocks at int4: a second product and a sum for each of 5, and sums of blocks of 4 inputs.
+_OFFSET_NODES = 18
 _QK_NORM_NODES = 7  # of a family that norms queries and keys
 _OUTER_NODES = 4  # lookup, last norm, choice of rows, lm_head
 _DRAFT_NODES = 16  # of a draft's call

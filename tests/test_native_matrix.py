@@ -57,13 +57,14 @@ def rows_of(count: int, inputs: int, seed: int = 1) -> Floats:
     return rows.astype(np.float32)
 
 
+def in_blocks(rows: Floats) -> Floats:
+    """[T, K] as blocks [T, ceil(K / 32), 32], zeros at the end."""
+    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % 32))).reshape(len(rows), -1, 32)
+
+
 def quantised(rows: Floats) -> tuple[NDArray[np.int64], Floats]:
     """Activations in 8 bits per block of 32: values [T, blocks, 32] and the blocks' scales [T, blocks]."""
-    count, inputs = rows.shape
-    blocks = -(-inputs // 32)
-    padded = np.zeros((count, blocks * 32), np.float32)
-    padded[:, :inputs] = rows
-    x = padded.reshape(count, blocks, 32)
+    x = in_blocks(rows)
     most = np.abs(x).max(axis=2, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         inverse = np.where(most > 0, np.float32(127) / most, np.float32(0)).astype(np.float32)

@@ -38,10 +38,7 @@ class Shifted:
 def shifts_of(wanted: Floats) -> tuple[NDArray[np.uint8], Floats]:
     """Values and scales of shifts [N, blocks] in 8 bits; what lies beyond them is 255."""
     columns, blocks = wanted.shape
-    groups = -(-blocks // 32)
-    padded = np.zeros((columns, groups * 32), np.float32)
-    padded[:, :blocks] = wanted
-    parts = padded.reshape(columns, groups, 32)
+    parts = matrix.in_blocks(wanted)
     scales = (np.abs(parts).max(axis=2) / 127 + 1e-30).astype(np.float32)
     values = (np.rint(parts / scales[:, :, None]) + 128).astype(np.uint8)
     values.reshape(columns, -1)[:, blocks:] = 255

@@ -21,12 +21,7 @@ namespace {
 
 constexpr size_t kAttention = 1, kGamma = 7, kMatrices = 9, kMatrixCount = 5;
 constexpr size_t kInputs = kMatrices + 2 * kMatrixCount;
-constexpr int64_t kMostWidth = 1 << 24;
 constexpr size_t kFetched = 64 << 10;  // bytes of weights asked for while attention computes
-
-size_t width_of(const NodeInfo& node, const char* name) {
-  return static_cast<size_t>(node.integer(name, 1, kMostWidth));
-}
 
 // Matrix `index` of the five.
 PackedMatrix packed(const NodeInfo& node, size_t index, size_t inputs, size_t columns) {
@@ -34,25 +29,23 @@ PackedMatrix packed(const NodeInfo& node, size_t index, size_t inputs, size_t co
   require(given == kInputs || given == all, "there are " + std::to_string(given) + " inputs, it must be " +
                                                 std::to_string(kInputs) + ", or " + std::to_string(all) +
                                                 " with shifts");
-  const int bits = static_cast<int>(node.integer("bits", 4, 8));
-  require(bits == 4 || bits == 8, "attribute bits is " + std::to_string(bits) + ", it must be 4 or 8");
   const PackedMatrix::Tensors tensors =
       PackedMatrix::tensors(node, kMatrices + 2 * index, given == all ? kInputs + 2 * index : 0);
-  return PackedMatrix(tensors, inputs, columns, bits);
+  return PackedMatrix(tensors, inputs, columns, bits_of(node));
 }
 
 class DecoderBlock : public Kernel {
  public:
   explicit DecoderBlock(const NodeInfo& node)
       : path_(chosen_path()),
-        width_(width_of(node, "width")),
-        attended_(width_of(node, "attended")),
+        width_(size_of(node, "width")),
+        attended_(size_of(node, "attended")),
         attention_(node),
         first_norm_(node, kGamma, width_),
         second_norm_(node, kGamma + 1, width_),
-        qkv_(packed(node, 0, width_, width_of(node, "qkv"))),
+        qkv_(packed(node, 0, width_, size_of(node, "qkv"))),
         o_(packed(node, 1, attended_, width_)),
-        mlp_{packed(node, 2, width_, width_of(node, "mlp")), packed(node, 3, width_, width_of(node, "mlp"))},
+        mlp_{packed(node, 2, width_, size_of(node, "mlp")), packed(node, 3, width_, size_of(node, "mlp"))},
         down_(packed(node, 4, mlp_.gate.columns(), width_)) {}
 
   void compute(const Call& call) const override {

@@ -14,19 +14,6 @@
 namespace elsi {
 namespace {
 
-constexpr int64_t kMostColumns = 1 << 24;
-
-int bits_of(const NodeInfo& node) {
-  const int bits = static_cast<int>(node.integer("bits", 4, 8));
-  require(bits == 4 || bits == 8, "attribute bits is " + std::to_string(bits) + ", it must be 4 or 8");
-  node.integer("block_size", kBlock, kBlock);
-  return bits;
-}
-
-size_t size_of(const NodeInfo& node, const char* name) {
-  return static_cast<size_t>(node.integer(name, 1, kMostColumns));
-}
-
 // What a product reads: x [.., K] as it is, or the norm of x + skip.
 class Source {
  public:
@@ -73,6 +60,7 @@ PackedMatrix packed(const NodeInfo& node, const Source& source, size_t index, si
                                                   " with shifts");
   const size_t shifts = given == shifted ? source.place(2 * (count + index)) : 0;
   const PackedMatrix::Tensors tensors = PackedMatrix::tensors(node, source.place(2 * index), shifts);
+  node.integer("block_size", kBlock, kBlock);
   return PackedMatrix(tensors, source.inputs(), size_of(node, "N"), bits_of(node));
 }
 

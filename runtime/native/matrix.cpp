@@ -8,6 +8,7 @@
 namespace elsi {
 namespace {
 
+constexpr int64_t kMostColumns = 1 << 24;
 constexpr size_t kTaskBytes = 48 << 10;  // of weights, at few rows: about 5 us from memory
 constexpr size_t kMostTasks = 32;
 constexpr size_t kEvenTaskBytes = 96 << 10;  // shorter runs through memory are slower
@@ -45,6 +46,16 @@ void put_half(uint8_t* to, float value, const char* what) {
 }
 
 }  // namespace
+
+int bits_of(const NodeInfo& node) {
+  const int bits = static_cast<int>(node.integer("bits", 4, 8));
+  require(bits == 4 || bits == 8, "attribute bits is " + std::to_string(bits) + ", it must be 4 or 8");
+  return bits;
+}
+
+size_t size_of(const NodeInfo& node, const char* name) {
+  return static_cast<size_t>(node.integer(name, 1, kMostColumns));
+}
 
 PackedMatrix::PackedMatrix(const Tensors& tensors, size_t inputs, size_t columns, int bits)
     : inputs_(inputs), columns_(columns), bits_(bits), shifted_(tensors.shifted) {

@@ -8,6 +8,9 @@
 
 namespace elsi {
 
+int bits_of(const NodeInfo& node);                        // attribute bits: 4 or 8
+size_t size_of(const NodeInfo& node, const char* name);  // an attribute that counts rows or columns of a matrix
+
 // Columns in groups of 16, inputs in blocks of 32. Record (group, block), records in that order:
 //
 //   bytes 0..63     scale of column 0..15, float32; in a shifted matrix 16 scales, then 16 shifts, 16-bit floats

@@ -8,7 +8,6 @@ measure other runtimes on them.
 """
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy as np
 from elsi_edge.bundle import Bundle
 from elsi_edge.export.reference import Reference
 from elsi_edge.models import resolve
-from elsi_edge.runtime.draft import log_softmax
+from elsi_edge.runtime.bench.perplexity import joined, perplexity_of, scores_of
 from elsi_edge.runtime.options import SessionSettings
 from elsi_edge.runtime.ort import open_session
 from elsi_edge.runtime.target import OrtTarget
@@ -55,10 +54,7 @@ def main() -> None:
 
 
 def _perplexity(logits: list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]], windows: list[list[int]]) -> float:
-    losses = [
-        -log_softmax(rows[:-1])[np.arange(len(ids) - 1), ids[1:]] for rows, ids in zip(logits, windows, strict=True)
-    ]
-    return math.exp(float(np.concatenate(losses).mean(dtype=np.float64)))
+    return perplexity_of(joined([scores_of(rows[:-1], ids[1:]) for rows, ids in zip(logits, windows, strict=True)]))
 
 
 if __name__ == "__main__":
