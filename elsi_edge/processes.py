@@ -78,6 +78,10 @@ class Launched:
 
     def __init__(self) -> None:
         import torch
+
+        # Imported once a group exists, as torch._dynamo does, this module's default arguments keep that group and its
+        # threads past `end`, and a thread that then frees a tensor while the interpreter closes aborts the process.
+        import torch.distributed.nn.functional
         from accelerate import PartialState
 
         self._state = PartialState(cpu=not torch.cuda.is_available())
