@@ -67,8 +67,8 @@ PackedMatrix::PackedMatrix(const Tensors& tensors, size_t inputs, size_t columns
   }
   require_blocks("", tensors.values, tensors.scales, columns, blocks(), blob);
   const size_t record = record_bytes(bits);
-  uint8_t* out = packed_.reserve(groups() * group_bytes());
-  std::memset(out, 0, groups() * group_bytes());
+  packed_ = StoredBytes(groups() * group_bytes());
+  uint8_t* out = packed_.data();
   for (size_t column = 0; column < columns; ++column)
     for (size_t block = 0; block < blocks(); ++block) {
       const size_t c = column % kColumns;

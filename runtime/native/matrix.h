@@ -5,6 +5,7 @@
 
 #include "op.h"
 #include "path.h"
+#include "store.h"
 
 namespace elsi {
 
@@ -55,7 +56,7 @@ class PackedMatrix {
   size_t inputs_, columns_;
   int bits_;
   bool shifted_;
-  Buffer packed_;
+  StoredBytes packed_;
 };
 
 // Rows quantised for matrices of one zero point; a view into a buffer that the calling thread keeps, one for all of them.

@@ -59,6 +59,7 @@ def opened(widths: Widths, bits: int, threads: int, *, native: bool, offsets: bo
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid(domain, 1)]
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # or one pool spins while the other works
     if native:
         native_ops.register(options)
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
