@@ -16,9 +16,9 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from elsi_edge.artifacts import AnswerRequest, ModelShape
+from elsi_edge.runtime.bound import BoundGraph, Scratch
 from elsi_edge.runtime.kv_cache import PAGE
 from elsi_edge.runtime.options import GenerateOptions
-from elsi_edge.runtime.ort import BoundGraph, Scratch
 from elsi_edge.runtime.sampling import choose, is_greedy
 from elsi_edge.runtime.target import PREFILL_ROWS
 

@@ -99,7 +99,7 @@ def rounds(
         # 4. Commit: accepted rows stay in the cache, their states go to the draft.
         target.commit(verdict.rows)
         if proposer is not None:
-            proposer.observe(verdict.tokens, step.taps[list(verdict.rows)])
+            proposer.observe(verdict.tokens, _rows(step.taps, verdict.rows))
         root = verdict.tokens[-1]
         emitted += len(verdict.tokens)
 
@@ -112,6 +112,11 @@ def rounds(
             seconds_propose=proposed - start,
             seconds_target=verified - proposed,
         )
+
+
+def _rows(taps: NDArray[np.float32], rows: Sequence[int]) -> NDArray[np.float32]:
+    """These rows, ascending from 0; a chain's are the first, and need no copy."""
+    return taps[: len(rows)] if rows[-1] == len(rows) - 1 else taps[list(rows)]
 
 
 def _at(choose: Choose, emitted: int, logits: NDArray[np.float32], depth: int) -> int:

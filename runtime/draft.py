@@ -5,7 +5,7 @@ Entry p of the draft pairs the target's state at position p with token p + 1 and
 target's (EAGLE-3's training-time test, arXiv 2503.01840, trains for this).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from elsi_edge.artifacts import DraftConfig
+from elsi_edge.runtime.bound import BoundGraph, Scratch
 from elsi_edge.runtime.kv_cache import KvCache
-from elsi_edge.runtime.ort import BoundGraph, Scratch
 from elsi_edge.runtime.tree import attention_bias
 
 ENTRY_ROWS = 256  # entries a call takes
@@ -24,7 +24,7 @@ _MOST_SHAPES = 16  # of calls whose buffers are kept
 
 @dataclass(frozen=True, kw_only=True)
 class DraftStep:
-    """What one call of the draft yields; copies, safe to keep."""
+    """What one call of the draft yields. Views into buffers that the next call of its shape overwrites."""
 
     log_probs: NDArray[np.float32]  # [R, U] over the draft vocabulary
     states: NDArray[np.float32]  # [R, E] the draft's own states, to continue from
@@ -59,10 +59,10 @@ class OrtDraft:
         self._seqlens, self._total = np.zeros(1, np.int32), np.zeros((), np.int32)
         self._cached, self._parents = np.zeros(1, np.int32), list[int]()  # of nodes since the last commit
         if projection is None:
-            self._graph.bind_input("cached", self._cached)
+            self._graph.bind_always("cached", self._cached)
         else:
-            self._graph.bind_input("seqlens_k", self._seqlens)
-            self._graph.bind_input("total_sequence_length", self._total)
+            self._graph.bind_always("seqlens_k", self._seqlens)
+            self._graph.bind_always("total_sequence_length", self._total)
 
     @property
     def length(self) -> int:
@@ -76,14 +76,11 @@ class OrtDraft:
     def extend(self, next_tokens: Sequence[int], taps: NDArray[np.float32]) -> DraftStep:
         """Commit one entry per row of `taps` [T, M*E] and the token that followed it; returns the last entry's step."""
         for start in range(0, len(next_tokens), ENTRY_ROWS):
-            tokens = np.asarray(next_tokens[start : start + ENTRY_ROWS], np.int64)
-            count = len(tokens)
-            block = taps[start : start + count]
-            positions = np.arange(self.cache.length, self.cache.length + count)
-            seen = np.tri(count, dtype=np.bool_)
-            states = {"taps": block} if self._projection is None else {"state": self._project(self._projection, block)}
-            step = self._run(tokens, states, positions, seen, used=self.cache.length, rows=[count - 1])
-            self.cache.commit(range(count))
+            tokens = next_tokens[start : start + ENTRY_ROWS]
+            block = taps[start : start + len(tokens)]
+            name, states = ("taps", block) if self._projection is None else ("state", self._project(block))
+            step = self._run(tokens, name, states)
+            self.cache.commit(range(len(tokens)))
         return step
 
     def expand(
@@ -94,88 +91,87 @@ class OrtDraft:
         `states` [T, E] are their parents'; `seen` [T, W] says which of the W nodes run since the last commit, these T
         last, each of them sees.
         """
-        used = self.cache.length + seen.shape[1] - len(tokens)
-        positions = np.full(len(tokens), self.cache.length + depth - 1)
-        return self._run(tokens, {"state": states}, positions, seen, used=used, rows=range(len(tokens)))
+        return self._run(tokens, "state", states, depth=depth, seen=seen)
 
     def room(self) -> int:
         """How many levels of nodes fit before the context ends."""
         return self.config.context - self.cache.length
 
-    def _project(self, projection: BoundGraph, taps: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _project(self, taps: NDArray[np.float32]) -> NDArray[np.float32]:
+        assert self._projection is not None
         count = len(taps)
         source = self._scratch.array("taps", (1, count, taps.shape[1]), np.float32)
         source[0] = taps
         states = self._scratch.array("projected", (1, count, self.config.width), np.float32)
-        projection.use("taps", source)
-        projection.use("state", states)
-        projection.run()
+        self._projection.use("taps", source)
+        self._projection.use("state", states)
+        self._projection.run()
         result: NDArray[np.float32] = states[0]
         return result
 
     def _run(
         self,
-        tokens: NDArray[np.int64],
-        states: Mapping[str, NDArray[np.float32]],
-        positions: NDArray[np.int64],
-        seen: NDArray[np.bool_],
+        tokens: Sequence[int] | NDArray[np.int64],
+        name: str,
+        given: NDArray[np.float32],
         *,
-        used: int,
-        rows: Sequence[int],
+        depth: int = 0,
+        seen: NDArray[np.bool_] | None = None,
     ) -> DraftStep:
-        count, total = len(tokens), used + len(tokens)
+        """One call over nodes, or without `seen` over entries, each of which sees those before it.
+
+        `given` is the input `name`. Predictions follow every node, but the last entry alone.
+        """
+        count, native = len(tokens), self._projection is None
+        width = count if seen is None else seen.shape[1]  # W
+        total = self.cache.length + width
+        shape = (count, 1 if seen is None else count, count if name == "taps" else 0)
+        self._graph.select((*shape, width if native else 0))
         self._graph.reserve(self.cache, total)
-        buffers = self._buffers(count, len(rows), len(states.get("taps", ())))
+        buffers = self._buffers(*shape)
         buffers["input_ids"][0] = tokens
-        for name, given in states.items():
-            buffers[name][0] = given
-        buffers["logit_rows"][:] = rows
-        if self._projection is not None:
-            buffers["position_ids"][0] = positions
-        for name, buffer in buffers.items():
-            self._graph.use(name, buffer)
-        if self._projection is None:
-            self._bind_parents(seen)
+        buffers[name][0] = given
+        self._graph.use_all(buffers)
+        if native:
+            self._bind_parents(count, width, seen)
         else:
+            seen = np.tri(count, dtype=np.bool_) if seen is None else seen
+            first = self.cache.length
+            buffers["position_ids"][0] = first + depth - 1 if depth else np.arange(first, first + count)
             self._seqlens[0], self._total[...] = total - 1, total
             flat = self._scratch.flat("bias", count * total, np.float32)
-            self._graph.bind_input("attention_bias", attention_bias(seen, total - seen.shape[1], out=flat))
+            self._graph.bind_input("attention_bias", attention_bias(seen, total - width, out=flat))
         self._graph.run()
         own = buffers["next_state"][0]
-        native = self._projection is None
         return DraftStep(
-            log_probs=buffers["log_probs"][0].copy() if native else log_softmax(buffers["logits"][0]),
-            states=own.copy() if len(rows) == count else own[list(rows)],
-            top=buffers["likeliest"][0].copy() if native else None,
+            log_probs=buffers["log_probs"][0] if native else log_softmax(buffers["logits"][0]),
+            states=own[-shape[1] :],
+            top=buffers["likeliest"][0] if native else None,
         )
 
-    def _bind_parents(self, seen: NDArray[np.bool_]) -> None:
+    def _bind_parents(self, count: int, width: int, seen: NDArray[np.bool_] | None) -> None:
         """For the native attention: the parents [W] of all nodes since the last commit, this call's last."""
-        before = seen.shape[1] - len(seen)  # nodes of earlier calls, of other levels
-        if before:
-            # An ancestor ran before its descendants, so the last one seen is the parent.
-            earlier = seen[:, :before][:, ::-1]
-            own = np.where(earlier.any(axis=1), before - 1 - earlier.argmax(axis=1), -1)
-        elif len(seen) > 1 and seen[-1, 0]:  # entries: each follows the one before it
-            own = np.arange(-1, len(seen) - 1)
-        else:
-            own = np.full(len(seen), -1)
-        parents = self._scratch.array("parents", (seen.shape[1],), np.int64)
-        self._parents[before:] = own.tolist()
+        before = width - count  # nodes of earlier calls, of other levels
+        if seen is None:
+            own = list(range(-1, count - 1))
+        else:  # an ancestor ran before its descendants, so the last one seen is the parent
+            own = [max((place for place, sees in enumerate(row[:before]) if sees), default=-1) for row in seen.tolist()]
+        self._parents[before:] = own
+        parents = self._scratch.array("parents", (width,), np.int64)
         parents[:] = self._parents
         self._cached[0] = self.cache.length
         self._graph.use("parents", parents)
 
     def _buffers(self, count: int, rows: int, projected: int) -> dict[str, NDArray[Any]]:
-        """What a call over `count` nodes binds, `projected` of them from taps, with predictions for `rows` of them;
-        made once for each shape."""
+        """What a call over `count` nodes binds, `projected` of them from taps, with predictions for the last `rows` of
+        them; made once for each shape."""
         made = self._made.get((count, rows, projected))
         if made is None:
             width, vocab = self.config.width, self.config.draft_vocab_size
             made = self._made[count, rows, projected] = {
                 "input_ids": np.empty((1, count), np.int64),
                 "state": np.empty((1, count - projected, width), np.float32),
-                "logit_rows": np.empty(rows, np.int64),
+                "logit_rows": np.arange(count - rows, count),
                 "next_state": np.empty((1, count, width), np.float32),
             }
             if self._projection is None:

@@ -37,7 +37,10 @@ class Proposer(Protocol):
         ...
 
     def observe(self, next_tokens: Sequence[int], taps: NDArray[np.float32]) -> None:
-        """Committed rows: tapped states [T, M*E] and, for each, the token that followed it."""
+        """Committed rows: tapped states [T, M*E] and, for each, the token that followed it.
+
+        The target's next call may overwrite the states; what is kept must be copied.
+        """
         ...
 
     def propose(self, bounds: Bounds) -> Tree:

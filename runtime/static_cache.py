@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from elsi_edge.bundle import Bundle, GraphRole
 from elsi_edge.errors import BundleError
+from elsi_edge.runtime.bound import BoundGraph
 from elsi_edge.runtime.options import SessionSettings
-from elsi_edge.runtime.ort import BoundGraph, open_graph, resolve_provider, session_options
+from elsi_edge.runtime.ort import open_graph, resolve_provider, session_options
 
 _CPU = "CPUExecutionProvider"
 EMBEDDING_STEM = "target-embeddings"

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from elsi_edge.artifacts import ModelShape
 from elsi_edge.errors import BundleError
+from elsi_edge.runtime.bound import BoundGraph, Scratch
 from elsi_edge.runtime.kv_cache import KvCache
-from elsi_edge.runtime.ort import BoundGraph, Scratch
 from elsi_edge.runtime.tree import Tree, attention_bias, bias_window
 
 PREFILL_ROWS = 256  # tokens a prefill call takes: bounds activations and the mask
@@ -70,13 +70,14 @@ class OrtTarget:
         # The chain form's attention sees one more row than the matrices do, and writes it beyond the end.
         self._extra = 0 if self.is_tree else 1
         self._graph, self._scratch = graph, Scratch()
+        self._all_rows: dict[int, NDArray[np.int64]] = {}  # 0, 1, ... by their number
         self._seqlens = np.zeros(1, np.int32)
         self._total = np.zeros((), np.int32)
         if self._native:
-            graph.bind_input("cached", self._seqlens)
+            graph.bind_always("cached", self._seqlens)
         else:
-            graph.bind_input("seqlens_k", self._seqlens)
-            graph.bind_input("total_sequence_length", self._total)
+            graph.bind_always("seqlens_k", self._seqlens)
+            graph.bind_always("total_sequence_length", self._total)
 
     @property
     def length(self) -> int:
@@ -116,13 +117,20 @@ class OrtTarget:
         rows, cached = tree.size + 1, self.cache.length
         if not self.is_tree and not tree.is_chain:
             raise ValueError("this target graph has the chain form; it cannot verify a tree")
+        # A verification asks for all rows, and comes in few shapes; prompts come in many.
+        self._graph.select(rows if len(logit_rows) == rows else None)
         self._graph.reserve(self.cache, cached + rows + self._extra)
         self._total[...] = cached + rows + self._extra
         self._seqlens[0] = cached if self._native else cached + rows + self._extra - 1
         ids = self._scratch.array("ids", (1, rows), np.int64)
         ids[0, 0], ids[0, 1:] = root, tree.tokens
-        wanted = self._scratch.array("rows", (len(logit_rows),), np.int64)
-        wanted[:] = logit_rows
+        if len(logit_rows) == rows:
+            wanted = self._all_rows.get(rows)
+            if wanted is None:
+                wanted = self._all_rows[rows] = np.arange(rows)
+        else:
+            wanted = self._scratch.array("rows", (len(logit_rows),), np.int64)
+            wanted[:] = logit_rows
         logits = self._scratch.array("logits", (1, len(logit_rows), self.vocab_size), np.float32)
         taps = self._scratch.array("taps", (1, rows, self.tap_width), np.float32)
         self._graph.use("input_ids", ids)

@@ -27,9 +27,10 @@ from elsi_edge.errors import BundleError
 from elsi_edge.machine import cores
 from elsi_edge.runtime import native_ops
 from elsi_edge.runtime.batch import BatchDecoder, cache_bytes, top_candidates
+from elsi_edge.runtime.bound import BoundGraph
 from elsi_edge.runtime.kv_cache import KvCache
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
-from elsi_edge.runtime.ort import BoundGraph, open_session
+from elsi_edge.runtime.ort import open_session
 from elsi_edge.runtime.sampling import choose
 from elsi_edge.runtime.target import OrtTarget
 from elsi_edge.runtime.tree import Tree, attention_bias, bias_window

@@ -90,8 +90,8 @@ def test_the_likeliest_come_from_the_graph(tiny_bundle: MakeBundle) -> None:
     for count in (1, 3, MOST_LIKELY, MOST_LIKELY + 4):
         assert step.likeliest(0, count) == likeliest(step.log_probs[0], count)
     before = step.log_probs.copy(), step.top.copy()
-    native.extend([6], np.zeros((1, width), np.float32))
-    np.testing.assert_array_equal(step.log_probs, before[0])  # a step is kept while others run
+    native.expand(np.array([6]), np.zeros((1, native.config.width), np.float32), 1, np.ones((1, 1), np.bool_))
+    np.testing.assert_array_equal(step.log_probs, before[0])  # an entry's step outlives the levels below it
     np.testing.assert_array_equal(step.top, before[1])
 
 

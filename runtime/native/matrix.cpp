@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kMostColumns = 1 << 24;
 constexpr size_t kTaskBytes = 48 << 10;  // of weights, at few rows: about 5 us from memory
 constexpr size_t kMostTasks = 32;
-constexpr size_t kEvenTaskBytes = 96 << 10;  // shorter runs through memory are slower
+constexpr size_t kEvenTaskBytes = 64 << 10;  // shorter runs through memory are slower
 constexpr size_t kSerialValues = 32 << 10;  // quantised by the caller alone below this
 
 Buffer& activation_buffer() {  // of the thread that runs the graph; its workers read it

@@ -15,9 +15,9 @@ from typing import Any
 
 from elsi_edge.runtime import decode, sampling, target
 from elsi_edge.runtime import draft as draft_module
+from elsi_edge.runtime.bound import BoundGraph
 from elsi_edge.runtime.mixed import MixedProposer
 from elsi_edge.runtime.options import GenerateOptions
-from elsi_edge.runtime.ort import BoundGraph
 from elsi_edge.runtime.session import Session, _Run
 from elsi_edge.runtime.target import OrtTarget
 from tests.figures.common import arguments, prompts, save
