@@ -18,7 +18,7 @@ from elsi_edge.draft.optimiser import learning_rate, orthogonalised
 from elsi_edge.draft.packing import pack, pack_part
 from elsi_edge.draft.shapes import measure_size
 from elsi_edge.draft.sharing import deal
-from elsi_edge.draft.source import draft_config, initialise, read_source
+from elsi_edge.draft.source import draft_config, initialise, mapped, read_source
 from elsi_edge.draft.train import train
 from elsi_edge.draft.unroll import PackedBatch, unroll
 from elsi_edge.draft.vocab import choose_vocab, target_weights
@@ -248,6 +248,16 @@ def test_init_from_another_draft(shards: Path, model: Path, tmp_path: Path) -> N
     (tmp_path / "a" / "draft.json").write_text(json.dumps(rewritten))
     with pytest.raises(DraftError, match="--init is a draft for the target else"):
         train(shards, model, tmp_path / "c", asked, init=tmp_path / "a")
+
+
+def test_rows_of_new_tokens_follow_those_that_were_trained() -> None:
+    """A head that training turned: rows that were not there turn with it; of three rows nothing is concluded."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    turn, offset = torch.eye(16) + 0.2 * draw(16, 16), 0.5 * draw(16)
+    before, rows = draw(400, 16), draw(50, 16)
+    torch.testing.assert_close(mapped(rows, before, before @ turn + offset), rows @ turn + offset, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(mapped(rows, before[:3], before[:3]), rows)
 
 
 # --- stopping, curves ----------------------------------------------------------------------------------------------

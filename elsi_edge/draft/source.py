@@ -170,6 +170,9 @@ def _narrow(network: DraftNetwork, rows: Tensor, final_norm: Tensor | None) -> l
 def continue_draft(network: DraftNetwork, ids: Tensor, draft: LoadedDraft, source: SourceWeights) -> list[str]:
     """Start from another draft; its head rows go to the same target tokens, the target's own head fills the rest.
 
+    Training turns the head's rows to the draft's states. A linear map, fitted on the rows that both have, does the same
+    to those from the target; as they are, tokens that the other draft did not know would be its likeliest everywhere.
+
     Returns what could not be taken and why. Raises DraftError when the two are of different targets.
     """
     mine, its = network.config, draft.config
@@ -190,12 +193,24 @@ def continue_draft(network: DraftNetwork, ids: Tensor, draft: LoadedDraft, sourc
     theirs = torch.from_numpy(draft.draft_to_target_ids)
     if its.width != mine.width:
         return [*refusals, f"head: that draft is {its.width} wide, this one {mine.width}"]
+    rows = torch.from_numpy(draft.tensors["head.weight"]).to(network.head.weight.dtype)
     if source.head.shape[1] == mine.width:
-        network.head.weight.copy_(source.head[ids])
+        network.head.weight.copy_(mapped(source.head[ids], source.head[theirs], rows))
     place = torch.searchsorted(theirs, ids).clamp(max=len(theirs) - 1)
     shared = theirs[place] == ids
-    network.head.weight[shared] = torch.from_numpy(draft.tensors["head.weight"])[place[shared]]
+    network.head.weight[shared] = rows[place[shared]]
     return refusals
+
+
+def mapped(rows: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Rows [R, E] under the linear map, with an offset, that takes `before` [N, E] to `after` [N, E] best.
+
+    Ridge regression of the change, so that few rows change little.
+    """
+    given, wanted = (torch.nn.functional.pad(part.float(), (0, 1), value=1.0) for part in (before, rows))
+    ridge = 1e-3 * given.square().sum(dim=0).mean() * torch.eye(given.shape[1])
+    change = torch.linalg.solve(given.T @ given + ridge, given.T @ (after - before).float())
+    return (rows.float() + wanted @ change).to(rows.dtype)
 
 
 def _copy(weight: Tensor, value: Tensor | None, name: str, refusals: list[str]) -> None:
