@@ -76,7 +76,7 @@ def test_shipped_devices_are_projections_with_sources(name: str) -> None:
 
 def test_the_devices_that_the_help_names_are_there() -> None:
     assert {"raspberry-pi-5", "snapdragon-8-elite-cpu", "snapdragon-8-elite-npu"} <= set(shipped_devices())
-    assert {"snapdragon-x-elite-npu", "lunar-lake-npu"} <= set(shipped_devices())
+    assert {"snapdragon-x-elite-npu", "lunar-lake-npu", "epyc-zen4-2-threads"} <= set(shipped_devices())
 
 
 def test_curves_are_linear_between_rows_and_go_on_beyond() -> None:

@@ -40,7 +40,7 @@ def plan(
         typer.Option(
             "--device",
             help="A device file, or one that ships: raspberry-pi-5, snapdragon-8-elite-cpu, snapdragon-8-elite-npu, "
-            "snapdragon-x-elite-npu, lunar-lake-npu (projections from public figures).",
+            "snapdragon-x-elite-npu, lunar-lake-npu (projections from public figures), epyc-zen4-2-threads (measured).",
         ),
     ] = _DEVICE,
     m: Annotated[int, typer.Option("--m", help="Taps that the draft reads.")] = 1,
