@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,20 @@ def model_dir(directory: Path, **changes: Any) -> Path:
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _as_from_a_terminal() -> Iterator[None]:
+    """Signals as a process has them that no `nohup` or background shell started."""
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGHUP: signal.SIG_DFL,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
