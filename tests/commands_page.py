@@ -70,7 +70,11 @@ def _section(name: str, command: Any) -> Iterator[str]:
     yield f"## {name}\n"
     yield _paragraphs(command.help or "")
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
-    options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
+    options = [
+        parameter
+        for parameter in command.params
+        if parameter.param_type_name == "option" and not getattr(parameter, "hidden", False)
+    ]
     words = " ".join(_argument_name(parameter) for parameter in arguments)
     yield f"\n```text\nelsi-edge {name} {words}{' ' if words else ''}[OPTIONS]\n```\n"
     if arguments:

@@ -11,8 +11,8 @@ INK, SOFT, BLUE, GREEN, RED, PALE = "#1f2933", "#7b8794", "#1f6feb", "#1a7f37", 
 
 # Milliseconds of one verification by rows, SmolLM2 at int4 after 256 tokens, two threads (docs/native.md).
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
-STOCK = (7.45, 8.21, 9.71, 11.35, 14.03, 16.83, 22.80, 28.78)
-NATIVE = (5.00, 5.10, 5.43, 5.71, 6.66, 7.56, 10.00, 13.20)
+STOCK = (8.10, 8.78, 10.36, 11.58, 14.69, 17.38, 23.08, 29.11)
+NATIVE = (4.02, 4.19, 4.47, 4.74, 5.79, 6.92, 9.18, 11.87)
 
 
 def text(x: float, y: float, words: str, *, size: int = 14, color: str = INK, anchor: str = "start") -> str:

@@ -1,9 +1,8 @@
 """What `elsi-edge build` will take, said and checked before it starts, and how its hours are split.
 
 Hours: exporting and calibrating take what they take; of the rest a third goes to the target's answers and two thirds to
-training, the ratio that the packaged draft was made with. A token costs about as much to answer and record as to train
-on a few times, and a draft gains from several passes over its data; answers that are ready early (few prompts) leave
-their time to training.
+training. A token costs about as much to answer and record as to train on a few times, and a draft gains from several
+passes over its data; answers that are ready early (few prompts) leave their time to training.
 """
 
 from collections.abc import Sequence
@@ -70,8 +69,8 @@ class Plan:
             numbers = f"{span_text(stage.seconds):>8} {size_text(stage.disk):>10} {size_text(stage.memory):>10}"
             rows.append(f"  {stage.name:<20}{numbers}")
         rows.append(
-            f"of what exports and calibration leave, {ANSWER_SHARE:.0%} goes to answers and the rest to training, as "
-            "for the packaged draft; time that answers do not need goes to training"
+            f"of what exports and calibration leave, {ANSWER_SHARE:.0%} goes to answers and the rest to training; "
+            "time that answers do not need goes to training"
         )
         return rows
 
