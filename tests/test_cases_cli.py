@@ -40,12 +40,10 @@ def model_dir(directory: Path, **changes: Any) -> Path:
 @pytest.fixture(autouse=True)
 def _as_from_a_terminal() -> Iterator[None]:
     """Signals as a process has them that no `nohup` or background shell started."""
-    defaults = {
-        signal.SIGINT: signal.default_int_handler,
-        signal.SIGHUP: signal.SIG_DFL,
-        signal.SIGTERM: signal.SIG_DFL,
+    before: dict[signal.Signals, Any] = {
+        number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGHUP, signal.SIGTERM)
     }
-    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -253,7 +253,10 @@ def test_init_from_another_draft(shards: Path, model: Path, tmp_path: Path) -> N
 def test_rows_of_new_tokens_follow_those_that_were_trained() -> None:
     """A head that training turned: rows that were not there turn with it; of three rows nothing is concluded."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
     turn, offset = torch.eye(16) + 0.2 * draw(16, 16), 0.5 * draw(16)
     before, rows = draw(400, 16), draw(50, 16)
     torch.testing.assert_close(mapped(rows, before, before @ turn + offset), rows @ turn + offset, atol=0.02, rtol=0.02)

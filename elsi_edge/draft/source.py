@@ -210,7 +210,8 @@ def mapped(rows: Tensor, before: Tensor, after: Tensor) -> Tensor:
     given, wanted = (torch.nn.functional.pad(part.float(), (0, 1), value=1.0) for part in (before, rows))
     ridge = 1e-3 * given.square().sum(dim=0).mean() * torch.eye(given.shape[1])
     change = torch.linalg.solve(given.T @ given + ridge, given.T @ (after - before).float())
-    return (rows.float() + wanted @ change).to(rows.dtype)
+    moved: Tensor = rows.float() + wanted @ change
+    return moved.to(rows.dtype)
 
 
 def _copy(weight: Tensor, value: Tensor | None, name: str, refusals: list[str]) -> None:
