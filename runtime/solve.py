@@ -17,6 +17,9 @@ from elsi_edge.runtime.tuning import Choice
 _WORTH_IT = 1.02  # predicted speed-up below which nothing is drafted
 # Between calls of the target Python finds the caches full of weights: times what playing takes, as measured on rounds.
 _COLD = 3.0
+# Of what the fastest shape reaches: shapes this fast are as good, since the answers that they are played on copy less
+# of their prompts than summaries or extraction do, and times of calls are no surer.
+_AS_GOOD = 0.98
 _MOST_NODES = 63  # of a tree that is considered
 
 
@@ -157,9 +160,8 @@ def choose_shape(outcomes: Sequence[Outcome], plain_ms: float, costs: Costs) -> 
         why = "several rows a step are not exact on this device, so nothing is drafted"
         return _plain_choice(plain, why)
     best = max(priced, key=lambda outcome: outcome.tokens_per_s)
-    # Of budgets as good within half a percent the largest: its nodes are taken only where they pay, as on text that
-    # repeats the prompt.
-    close = [outcome for outcome in priced if outcome.tokens_per_s >= 0.995 * best.tokens_per_s]
+    # The largest budget: its nodes are taken only where they pay, as on text that repeats the prompt.
+    close = [outcome for outcome in priced if outcome.tokens_per_s >= _AS_GOOD * best.tokens_per_s]
     best = max(close, key=lambda outcome: (outcome.shape.nodes, outcome.tokens_per_s))
     gain = f"{best.tokens_per_s:.1f} tokens/s against {plain:.1f} plain ({best.speedup:.2f} times)"
     if best.speedup < _WORTH_IT:

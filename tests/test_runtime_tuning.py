@@ -367,6 +367,15 @@ def test_a_prediction_is_the_loops_own_count_times_the_curve() -> None:
     assert outcome.speedup == pytest.approx(outcome.tau / per_round)
 
 
+def test_of_shapes_that_are_as_good_the_largest_budget_is_chosen() -> None:
+    one = solver()
+    shapes = [Shape(chain=True, nodes=nodes, proposals=("ngram",), priced=True) for nodes in (4, 15)]
+    small, large = (replace(one.outcome(shape, 1.2), speedup=1.4) for shape in shapes)
+    for speed, nodes in ((99.0, 15), (97.0, 4), (101.0, 15)):
+        outcomes = [replace(small, tokens_per_s=100.0), replace(large, tokens_per_s=speed)]
+        assert choose_shape(outcomes, one.plain_ms(), one.costs).draft_nodes == nodes
+
+
 def test_the_choice_follows_the_curve() -> None:
     unit = solver().costs  # relative to one row; here it takes 50 ms, beside which Python is nothing
     slow = replace(
