@@ -22,7 +22,7 @@ ARM_CPUS = {
 
 def compiled(compiler: str, out: Path, *extra: str) -> Path:
     """The program of native_paths.cpp over all sources but ONNX Runtime's entry and the operators."""
-    names = ("matrix", "path", "op", "portable", "avx2", "avx512", "neon")
+    names = ("matrix", "store", "path", "op", "portable", "avx2", "avx512", "neon")
     sources = [str(ROOT / f"runtime/native/{name}.cpp") for name in names]
     flags = ("-std=c++17", "-O2", "-w", "-ffp-contract=off", "-fno-math-errno", *extra)
     main = str(ROOT / "tests/native_paths.cpp")
