@@ -117,14 +117,14 @@ class OrtTarget:
         rows, cached = tree.size + 1, self.cache.length
         if not self.is_tree and not tree.is_chain:
             raise ValueError("this target graph has the chain form; it cannot verify a tree")
-        # A verification asks for all rows, and comes in few shapes; prompts come in many.
-        self._graph.select(rows if len(logit_rows) == rows else None)
+        verifies = logit_rows == range(rows)  # which comes in few shapes; prompts come in many
+        self._graph.select(rows if verifies else None)
         self._graph.reserve(self.cache, cached + rows + self._extra)
         self._total[...] = cached + rows + self._extra
         self._seqlens[0] = cached if self._native else cached + rows + self._extra - 1
         ids = self._scratch.array("ids", (1, rows), np.int64)
         ids[0, 0], ids[0, 1:] = root, tree.tokens
-        if len(logit_rows) == rows:
+        if verifies:
             wanted = self._all_rows.get(rows)
             if wanted is None:
                 wanted = self._all_rows[rows] = np.arange(rows)

@@ -1,11 +1,10 @@
 """Memory of packed weights: matrices share large pages, keep what is theirs, and give it all back."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from elsi_edge.runtime import native_ops
+from elsi_edge.runtime.memory import footprint
 from tests.test_native_matrix import model, rows_of, session, weights
 
 REPORT = native_ops.report()
@@ -16,9 +15,10 @@ PACKED = INPUTS * COLUMNS * 5 // 8  # bytes: 4 bits, and a float for 32 of them
 
 
 def anonymous_bytes() -> int:
-    """Of this process, from the kernel's sums."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
+    """Of this process."""
+    now = footprint()
+    assert now is not None
+    return now.anonymous
 
 
 def test_sessions_that_come_and_go_keep_their_own_weights() -> None:
@@ -35,7 +35,7 @@ def test_sessions_that_come_and_go_keep_their_own_weights() -> None:
     np.testing.assert_array_equal(again.run(None, {"x": rows})[0], alone[0])
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").is_file(), reason="the kernel does not sum up memory here")
+@pytest.mark.skipif(footprint() is None, reason="the kernel does not sum up memory here")
 def test_memory_goes_back_with_the_last_matrix() -> None:
     """Opened and closed six times, no more than once is left: what one holds is 10 MiB."""
     graph = model(INPUTS, COLUMNS, 4, *weights(COLUMNS, INPUTS, 4))

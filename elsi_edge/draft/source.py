@@ -194,11 +194,11 @@ def continue_draft(network: DraftNetwork, ids: Tensor, draft: LoadedDraft, sourc
     if its.width != mine.width:
         return [*refusals, f"head: that draft is {its.width} wide, this one {mine.width}"]
     rows = torch.from_numpy(draft.tensors["head.weight"]).to(network.head.weight.dtype)
-    if source.head.shape[1] == mine.width:
-        network.head.weight.copy_(mapped(source.head[ids], source.head[theirs], rows))
     place = torch.searchsorted(theirs, ids).clamp(max=len(theirs) - 1)
     shared = theirs[place] == ids
     network.head.weight[shared] = rows[place[shared]]
+    if source.head.shape[1] == mine.width and not shared.all():
+        network.head.weight[~shared] = mapped(source.head[ids[~shared]], source.head[theirs], rows)
     return refusals
 
 

@@ -3,6 +3,9 @@
 import argparse
 import json
 import platform
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import onnxruntime
 
 from elsi_edge._version import __version__
 from elsi_edge.artifacts import PromptRow
+from elsi_edge.builtin import NAME
 from elsi_edge.fsio import write_json
 from elsi_edge.machine import cores, cpu_name
 from elsi_edge.prompts import read_prompts, spread_over_categories
@@ -43,3 +47,19 @@ def save(path: Path, figures: dict[str, Any]) -> None:
     }
     write_json(path, {"machine": machine, **figures})
     print(json.dumps(figures)[:2000])  # noqa: T201 - a script's result
+
+
+def train_draft(directory: Path, shards: Path, flags: Sequence[str]) -> None:
+    """Train the built-in model's draft in a process of its own, on one thread; nothing to do where that is finished."""
+    if is_trained(directory):
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "elsi_edge", "train", NAME, "--shards", str(shards), "--out", str(directory)]
+    with (directory / "train.txt").open("a") as log:
+        subprocess.run([*command, "--threads", "1", *flags], check=True, stdout=log, stderr=log)
+    (directory / "finished").touch()
+
+
+def is_trained(directory: Path) -> bool:
+    """Whether `train_draft` has ended here."""
+    return (directory / "finished").is_file()

@@ -9,16 +9,13 @@ goes on from what WORK holds.
 """
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from elsi_edge.builtin import NAME
 from elsi_edge.draft.curves import read_log
-from tests.figures.common import save
+from tests.figures.common import save, train_draft
 
 REFERENCE = "reference"
 # Options of `elsi-edge train` beside those of every run; later ones win.
@@ -41,7 +38,7 @@ VARIANTS: Mapping[str, str] = {
     "two blocks": "--depth 2",
     "no average": "--ema 0",
 }
-EVERY_RUN = "--taps 27 --threads 1 --ema 0.99 --evaluate-every 40"
+EVERY_RUN = "--taps 27 --ema 0.99 --evaluate-every 40"
 
 
 def main() -> None:
@@ -70,15 +67,8 @@ def _directory(work: Path, name: str) -> Path:
 
 
 def _train(options: argparse.Namespace, name: str) -> None:
-    directory = _directory(options.work, name)
-    directory.mkdir(parents=True, exist_ok=True)
-    if (directory / "finished").is_file():
-        return
-    command = [sys.executable, "-m", "elsi_edge", "train", NAME, "--shards", str(options.shards)]
-    command += ["--out", str(directory), "--minutes", str(options.minutes), *EVERY_RUN.split()]
-    with (directory / "train.txt").open("a") as log:
-        subprocess.run([*command, *VARIANTS[name].split()], check=True, stdout=log, stderr=log)
-    (directory / "finished").touch()
+    flags = f"--minutes {options.minutes} {EVERY_RUN} {VARIANTS[name]}"
+    train_draft(_directory(options.work, name), options.shards, flags.split())
 
 
 def _scores(directory: Path) -> dict[str, Any]:

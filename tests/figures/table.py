@@ -22,6 +22,7 @@ from elsi_edge.builtin import NAME
 from elsi_edge.draft.checkpoint import load_draft
 from elsi_edge.fsio import write_json
 from elsi_edge.prompts import read_prompts
+from tests.figures.common import is_trained, train_draft
 from tests.figures.replay import Counts, by_category, differences
 from tests.figures.table_report import BASE, write_into
 
@@ -59,7 +60,7 @@ def main() -> None:
     stages = options.stages.split(",")
     if "train" in stages:
         _train(options)
-    finished = [name for name, _ in _in_order(RULES) if _is_done(options.work / name)]
+    finished = [name for name, _ in _in_order(RULES) if is_trained(options.work / name)]
     if "replay" in stages:
         _replay(options, finished)
     if "sample" in stages:
@@ -94,29 +95,19 @@ def _in_order(rules: Sequence[Rule]) -> list[tuple[str, tuple[Rule, int]]]:
     return sorted(runs, key=lambda run: run[1][1])
 
 
-def _is_done(directory: Path) -> bool:
-    return (directory / "finished").is_file()
-
-
 # --- train -----------------------------------------------------------------------------------------------------------
 
 
 def _train(options: argparse.Namespace) -> None:
-    left = [(name, *run) for name, run in _in_order(RULES) if not _is_done(options.work / name)]
+    left = [(name, *run) for name, run in _in_order(RULES) if not is_trained(options.work / name)]
     with ThreadPoolExecutor(options.lanes) as lanes:
         for done in [lanes.submit(_train_one, options, *run) for run in left]:
             done.result()
 
 
 def _train_one(options: argparse.Namespace, name: str, rule: Rule, seed: int) -> None:
-    directory = options.work / name
-    directory.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "elsi_edge", "train", NAME, "--shards", str(options.train_shards)]
-    command += ["--out", str(directory), "--taps", rule.taps, "--seed", str(seed), "--steps", str(options.steps)]
-    command += ["--threads", "1", *options.flags.split()]
-    with (directory / "train.txt").open("a") as log:
-        subprocess.run(command, check=True, stdout=log, stderr=log)
-    (directory / "finished").touch()
+    flags = ["--taps", rule.taps, "--seed", str(seed), "--steps", str(options.steps), *options.flags.split()]
+    train_draft(options.work / name, options.train_shards, flags)
 
 
 # --- replay ----------------------------------------------------------------------------------------------------------
