@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elsi_edge.artifacts import HeadKind
+from elsi_edge.artifacts import HeadKind, Precision
 from elsi_edge.cli.draft_support import flags, quoted, reporter, require_torch
 from elsi_edge.draft.settings import Arithmetic, OptimiserKind, Schedule, VocabRule
 
@@ -90,6 +90,13 @@ def train(
             rich_help_panel=_LEARNING,
         ),
     ] = "",
+    qat: Annotated[
+        Precision,
+        typer.Option(
+            help="Quantisation-aware training: the precision whose rounding the loss sees; fp32 for none.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = "fp32",
     optimiser: Annotated[
         OptimiserKind, typer.Option(help="Muon is for the blocks' matrices.", rich_help_panel=_LEARNING)
     ] = "adamw",
@@ -140,7 +147,7 @@ def train(
         steps=steps, patience=patience, follow=follow, taps=_taps(taps), depth=depth, width=width, heads=heads,
         kv_heads=kv_heads, head_width=head_width, mlp_width=mlp_width, draft_vocab=vocab_size, vocab_by=vocab_by,
         head=head, warm_start=warm_start, unroll=unroll, unroll_start=unroll_start,
-        step_weights=_weights(step_weights),
+        step_weights=_weights(step_weights), qat=qat,
         optimiser=optimiser, lr=lr, schedule=schedule, batch_tokens=batch_tokens, accumulate=accumulate,
         ema=ema, max_length=max_length, seed=seed, arithmetic=arithmetic, device=device, threads=threads,
         evaluate_every=evaluate_every,

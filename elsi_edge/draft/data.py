@@ -130,6 +130,11 @@ class ShardSet:
             prompts += np.bincount(tokens[~mask & (tokens < width)], minlength=width)
         return answers, prompts
 
+    def answer(self, row: Row) -> tuple[int, ...]:
+        """The tokens that the target answered with, of all turns."""
+        span = slice(row.start, row.start + row.length)
+        return tuple(self._tokens[row.shard][span][self._masks[row.shard][span]].tolist())
+
     def batch(self, rows: Sequence[Row], steps: int) -> PackedBatch:
         """Pack rows for `steps` unrolled steps."""
         parts = []

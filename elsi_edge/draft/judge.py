@@ -13,6 +13,7 @@ from elsi_edge.draft.network import DraftNetwork
 from elsi_edge.draft.optimiser import MovingAverage
 from elsi_edge.draft.replay import greedy
 from elsi_edge.draft.resume import TrainState, copy_weights
+from elsi_edge.draft.rounding import rounded
 from elsi_edge.draft.settings import TrainSettings
 from elsi_edge.processes import Processes
 
@@ -44,13 +45,14 @@ class Judge:
         self._replayed = _up_to(greedy(held_out), settings.replay_tokens, lambda row: row.records)
 
     def judge(self, network: DraftNetwork, average: MovingAverage, step: int) -> Evaluation:
-        """Evaluate the average's weights; `network` is left as it was."""
+        """Evaluate the average's weights, rounded as the settings say; `network` is left as it was."""
         trained = {name: weight.detach().clone() for name, weight in network.named_parameters()}
         copy_weights(network, average.weights)
-        result = evaluate(network, self._batches, self.ids, self.dtype, self.group)
-        if self._replayed:
-            tau, answers = replayed_tau(network, self.data, self._replayed, self.ids, self.group)
-            result = replace(result, tau=tau, replayed=answers)
+        with rounded(network, self.settings.qat):
+            result = evaluate(network, self._batches, self.ids, self.dtype, self.group)
+            if self._replayed:
+                tau, answers = replayed_tau(network, self.data, self._replayed, self.ids, self.group)
+                result = replace(result, tau=tau, replayed=answers)
         copy_weights(network, trained)
         self.evaluation, self.evaluated = result, step
         self.stale = 0 if result.score > self.best else self.stale + 1

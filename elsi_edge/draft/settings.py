@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from elsi_edge.artifacts import HeadKind, to_plain
+from elsi_edge.artifacts import HeadKind, Precision, to_plain
 from elsi_edge.errors import ConfigError
 
 VocabRule = Literal["tokens", "argmax", "mass"]
@@ -74,6 +74,7 @@ class TrainSettings:
     unroll_ramp: float = 0.25  # share of the budget over which the steps grow from `unroll_start` to `unroll`
     step_decay: float = 0.8  # weight of unrolled step j is step_decay ** j
     step_weights: tuple[float, ...] = ()  # one per unrolled step, instead of step_decay
+    qat: Precision = "fp32"  # what matrices are rounded to in the loss and in evaluations; "fp32" leaves them
 
     # optimiser
     optimiser: OptimiserKind = "adamw"
@@ -169,6 +170,7 @@ _CHOICES = {
     "optimiser": get_args(OptimiserKind),
     "schedule": get_args(Schedule),
     "arithmetic": get_args(Arithmetic),
+    "qat": get_args(Precision),
 }
 _FREE = frozenset(
     {

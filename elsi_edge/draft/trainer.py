@@ -28,6 +28,7 @@ from elsi_edge.draft.optimiser import (
 from elsi_edge.draft.provenance import provenance
 from elsi_edge.draft.report import Reporter, Silent
 from elsi_edge.draft.resume import TrainState, copy_weights, load_state, require_same_run, save_state
+from elsi_edge.draft.rounding import rounded
 from elsi_edge.draft.settings import TrainSettings
 from elsi_edge.draft.shards import ShardManifest
 from elsi_edge.draft.sharing import deal, sum_gradients
@@ -147,10 +148,11 @@ class Trainer:
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
         value = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in batches:
-            loss = batch_loss(self.network, batch, self.inverse, settings, self.dtype, steps, counts.tolist())
-            loss.backward()  # type: ignore[no-untyped-call]
-            value += loss.detach()
+        with rounded(self.network, settings.qat):
+            for batch in batches:
+                loss = batch_loss(self.network, batch, self.inverse, settings, self.dtype, steps, counts.tolist())
+                loss.backward()  # type: ignore[no-untyped-call]
+                value += loss.detach()
         mean = float(group.sum_(value))
         self._require_finite(mean, "loss", rows)
         sum_gradients(self.network, group)

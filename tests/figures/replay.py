@@ -1,6 +1,7 @@
 """tau at T = 0 by replay on recorded greedy answers, by category, with a paired bootstrap against another draft.
 
-    python -m tests.figures.replay DRAFT SHARDS --nodes 30,60 --chains 2,4 [--against DRAFT] [--prompts FILE] --out FILE
+    python -m tests.figures.replay DRAFT SHARDS --nodes 30,60 --chains 2,4 [--against DRAFT] [--prompts FILE]
+        [--rounded int4] --out FILE
 
 SHARDS are distilled shards that hold the taps of every draft named; rows made at temperature 0 count. `--prompts` names
 the categories (Spec-Bench's layout). The file is written as it goes; the same command goes on from it.
@@ -16,11 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from elsi_edge.artifacts import FINAL_NORM
+from elsi_edge.artifacts import BITS, FINAL_NORM, PRECISIONS, Precision
 from elsi_edge.draft.checkpoint import LoadedDraft, load_draft
 from elsi_edge.draft.data import ShardSet
 from elsi_edge.draft.network import DraftNetwork
 from elsi_edge.draft.replay import Drafting, greedy, replay
+from elsi_edge.draft.rounding import round_blocks
 from elsi_edge.draft.shards import require_made_for
 from elsi_edge.draft.source import read_source
 from elsi_edge.errors import DataError
@@ -65,6 +67,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="JSONL prompts that name the categories")
     parser.add_argument("--model", help="the target (default: the one that the shards name)")
     parser.add_argument("--limit", type=int, help="tokens that decoding may emit, which limits depth")
+    parser.add_argument("--rounded", choices=PRECISIONS, default="fp32", help="weights as a bundle of it holds them")
     parser.add_argument("--out", type=Path, default=Path("replay.json"))
     parser.add_argument("--threads", type=int, default=0)
     return parser.parse_args()
@@ -84,14 +87,16 @@ def _replay_draft(
     if not rows:
         raise DataError(f"{options.shards} holds no row made at temperature 0")
     made_from = {"draft": draft.config.training["tensors_sha256"], "limit": options.limit, "shards": _sha256(data)}
+    if options.rounded != "fp32":
+        made_from["rounded"] = options.rounded
     names = sorted(d.name for d in draftings)
     kept = figures.get(str(path), {})
-    if any(kept.get(key) != value for key, value in made_from.items()):
+    if any(kept.get(key) != made_from.get(key) for key in ("draft", "limit", "shards", "rounded")):
         kept = {**made_from, "rows": {}}
     figures[str(path)] = kept
     kept |= {"taps": list(selection.taps), "state": selection.state, "size": draft.config.training.get("size")}
     left = [row for row in rows if not set(names) <= set(kept["rows"].get(row.key, {}))]
-    network = _network(draft, options.model or data.manifest.model, data)
+    network = network_of(draft, options.model or data.manifest.model, data, options.rounded)
     found = replay(network, data, left, torch.from_numpy(draft.draft_to_target_ids), draftings, limit=options.limit)
     for count, (row, result) in enumerate(found, start=1):
         own = {name: [one.tokens, one.verifications] for name, one in result.items()}
@@ -101,9 +106,13 @@ def _replay_draft(
     write_json(options.out, figures)
 
 
-def _network(draft: LoadedDraft, model: str, data: ShardSet) -> DraftNetwork:
+def network_of(draft: LoadedDraft, model: str, data: ShardSet, precision: Precision) -> DraftNetwork:
+    """The draft as a network, its matrices as a bundle of that precision holds them."""
     network = DraftNetwork(draft.config, read_source(resolve(model).directory, data.manifest.shape).embeddings)
-    network.load_state_dict({name: torch.from_numpy(value) for name, value in draft.tensors.items()})
+    weights = {name: torch.from_numpy(value) for name, value in draft.tensors.items()}
+    if precision != "fp32":
+        weights = {n: round_blocks(w, BITS[precision]) if w.ndim == 2 else w for n, w in weights.items()}
+    network.load_state_dict(weights)
     return network.eval()
 
 
