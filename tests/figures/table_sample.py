@@ -38,7 +38,8 @@ def main() -> None:
     bundle = options.draft / "bundle"
     if not bundle.is_dir():
         command = [sys.executable, "-m", "elsi_edge", "export", NAME, "--draft", str(options.draft)]
-        subprocess.run([*command, "--out", str(bundle)], check=True, stdout=subprocess.DEVNULL)
+        command += ["--out", str(bundle), *(["--recipe", str(options.recipe)] if options.recipe else [])]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     session = Session.open(bundle, SessionSettings(threads=options.threads, tuning=False))
     rows = spread_over_categories(read_prompts(options.prompts), _PROMPTS)
     figures: dict[str, Any] = {"prompts": len(rows), "tokens": _TOKENS, "level_ms": level_ms(session)}
@@ -55,6 +56,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("draft", type=Path)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--greedy", action="store_true", help="real runs at T = 0 too, to compare with the replay")
+    parser.add_argument("--recipe", type=Path, help="the target's, where the shards were made with one")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
