@@ -159,11 +159,11 @@ def _build_genai(model: Path, out: Path) -> None:
     import sys
 
     from elsi_edge.cli import common
-    from elsi_edge.cli.export import require_build_extra
+    from elsi_edge.cli.extras import EXPORT, require_build
     from elsi_edge.errors import ModelError
     from elsi_edge.runtime.bench.memory import last_line
 
-    require_build_extra("a bench against onnxruntime-genai")
+    require_build("a bench against onnxruntime-genai", EXPORT)
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(model), "-o", str(out)]
     command += ["-p", "int4", "-e", "cpu", "-c", str(out / "cache")]
     with common.progress("building onnxruntime-genai's int4 model", None, "files"):

@@ -45,7 +45,7 @@ def build(
     What is there and fits is not made again. Interrupt it at any time: the same command goes on.
     """
     from elsi_edge.cli import common
-    from elsi_edge.cli.export import require_build_extra
+    from elsi_edge.cli.extras import EXPORT, require_build
     from elsi_edge.errors import UsageError
     from elsi_edge.models import resolve
     from elsi_edge.prompts import builtin_calibration_prompts, read_prompts, spread_over_categories
@@ -53,7 +53,7 @@ def build(
 
     if not hours > 0:
         raise UsageError(f"--hours is {hours:g}, it must be above 0")
-    require_build_extra("building a draft")
+    require_build("building a draft", EXPORT)
     from elsi_edge.calibration import CalibrationSettings
     from elsi_edge.cli.build_plan import require_room
     from elsi_edge.cli.build_stages import Build

@@ -90,10 +90,11 @@ def _bundle(precision: "Precision", draft: Path, config: "DraftConfig") -> Path:
 
 def _export(out: Path, precision: "Precision", draft: Path) -> None:
     from elsi_edge import builtin
-    from elsi_edge.cli.export import require_build_extra, spinner
+    from elsi_edge.cli.export import spinner
+    from elsi_edge.cli.extras import EXPORT, require_build
     from elsi_edge.models import resolve
 
-    require_build_extra("the demo's export")
+    require_build("the demo's export", EXPORT)
     from elsi_edge.draft.checkpoint import load_draft
     from elsi_edge.export.pipeline import ExportSettings, export_bundle
 

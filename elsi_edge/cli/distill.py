@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from elsi_edge.cli.draft_support import flags, quoted, reporter, require_torch
+from elsi_edge.cli.draft_support import flags, quoted, reporter
+from elsi_edge.cli.extras import TORCH, require_build
 from elsi_edge.cli.options import size_of
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def distill(
     from elsi_edge.prompts import builtin_calibration_prompts, read_prompts
     from elsi_edge.workdir import WorkDir
 
-    require_torch("distillation")
+    require_build("distillation", TORCH)
     _require_sense(engine, device, bundle, answers, prompts, keep_answers=keep_answers)
     from elsi_edge.draft.settings import DistillSettings
 

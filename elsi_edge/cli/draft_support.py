@@ -1,25 +1,11 @@
 """What `distill` and `train` share."""
 
-import importlib.util
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elsi_edge.errors import MissingExtraError
-
 if TYPE_CHECKING:
     from elsi_edge.cli.progress import Advance
-
-
-def require_torch(feature: str) -> None:
-    """Raise MissingExtraError unless the build extra is there; called before anything that takes long."""
-    for module in ("torch", "safetensors", "transformers"):
-        try:
-            found = importlib.util.find_spec(module) is not None
-        except ValueError:  # a module that was made unimportable
-            found = False
-        if not found:
-            raise MissingExtraError(feature, extra="build", module=module)
 
 
 def quoted(text: str | Path) -> str:

@@ -1,7 +1,6 @@
 """`elsi-edge export`: a model, and a draft when there is one, to the bundle that a device runs."""
 
 import contextlib
-import importlib.util
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import typer
 
 from elsi_edge.artifacts import DRAFT_PRECISION, Precision
 from elsi_edge.cli import options as opt
+from elsi_edge.cli.extras import EXPORT, require_build
 
 if TYPE_CHECKING:
     from elsi_edge.artifacts import LayerSelection
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from elsi_edge.export.static_export import StaticSettings
     from elsi_edge.models import SourceModel
     from elsi_edge.workdir import WorkDir
-
-_NEEDED = ("torch", "transformers", "safetensors", "onnx", "onnx_ir", "onnxruntime_genai")
 
 
 def export(
@@ -96,7 +94,7 @@ def export(
 
     npu, precision = device == "npu", precision or ("int8" if device == "npu" else "int4")
     wanted_taps = _layers(layers)
-    require_build_extra("exporting a model")
+    require_build("exporting a model", EXPORT)
     from elsi_edge.cli.export_report import say_next, show
     from elsi_edge.export.pipeline import ExportSettings, check_request
     from elsi_edge.export.recipe import make_recipe
@@ -179,19 +177,6 @@ def _layers(text: str) -> tuple[int, ...] | str:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError as error:
         raise UsageError(f"--layers {text!r} is neither auto, eagle3, nor a list of taps such as 2,15,27") from error
-
-
-def require_build_extra(feature: str) -> None:
-    """Raise MissingExtraError unless everything that exports is installed; called before anything that takes long."""
-    from elsi_edge.errors import MissingExtraError
-
-    for module in _NEEDED:
-        try:
-            found = importlib.util.find_spec(module) is not None
-        except ValueError:  # a module that was made unimportable
-            found = False
-        if not found:
-            raise MissingExtraError(feature, extra="build", module=module)
 
 
 def _require_m(m: int | None, blocks: int | None) -> None:

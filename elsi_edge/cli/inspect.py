@@ -165,9 +165,9 @@ def _selection_values(selection: "LayerSelection") -> dict[str, Any]:
 
 def _draft(directory: Path) -> dict[str, Any]:
     from elsi_edge.artifacts import to_plain
-    from elsi_edge.cli.draft_support import require_torch
+    from elsi_edge.cli.extras import TORCH, require_build
 
-    require_torch("reading a draft")
+    require_build("reading a draft", TORCH)
     from elsi_edge.draft.checkpoint import WEIGHTS, load_draft
 
     config = load_draft(directory).config
@@ -183,9 +183,9 @@ def _draft(directory: Path) -> dict[str, Any]:
 
 
 def _shards(directory: Path) -> dict[str, Any]:
-    from elsi_edge.cli.draft_support import require_torch
+    from elsi_edge.cli.extras import TORCH, require_build
 
-    require_torch("reading shards")
+    require_build("reading shards", TORCH)
     from elsi_edge.draft.shards import ShardManifest
 
     manifest = ShardManifest.load(directory)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from elsi_edge.artifacts import HeadKind, Precision
-from elsi_edge.cli.draft_support import flags, quoted, reporter, require_torch
+from elsi_edge.cli.draft_support import flags, quoted, reporter
+from elsi_edge.cli.extras import TORCH, require_build
 from elsi_edge.draft.settings import Arithmetic, OptimiserKind, Schedule, VocabRule
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def train(
     from elsi_edge.models import resolve
     from elsi_edge.workdir import WorkDir
 
-    require_torch("training a draft")
+    require_build("training a draft", TORCH)
     from elsi_edge.processes import processes
 
     settings = TrainSettings(
