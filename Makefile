@@ -27,8 +27,10 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard runtime/native/*)
 demo: setup
 	$(BIN)/elsi-edge demo
 
+# A file's tests share what is costly to make, so they stay in one process; JOBS=1 runs them one after another.
+JOBS ?= 2
 test: lint types model
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist loadfile
 
 slow: model
 	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)

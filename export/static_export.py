@@ -17,6 +17,7 @@ from elsi_edge.bundle import DRAFT_VOCAB_FILE, BundleManifest, BundleWriter, Gra
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.errors import ModelError, UsageError
 from elsi_edge.export import moments, static_check
+from elsi_edge.export.builder import SLACK
 from elsi_edge.export.draft_graph import rotary_tables as draft_rotary_tables
 from elsi_edge.export.pipeline import check_request, describe, disk_needed, require_same_target
 from elsi_edge.export.static_graph import FloatMatrices, GraphWriter, Matrices, Ranges, Rows, WeightFile, rotary_table
@@ -48,8 +49,8 @@ class StaticSettings:
     replace: bool = False  # an existing bundle at the same place
 
 
-def check_static_request(source: SourceModel, settings: StaticSettings) -> int:
-    """The width of the cache, slots. To be called before any long work.
+def check_static_request(source: SourceModel, settings: StaticSettings, *, with_draft: bool = True) -> int:
+    """The width of the cache, slots, of a bundle with a draft or without. To be called before any long work.
 
     Raises ModelError for a family or an attention that has no static form, UsageError for settings that do not fit.
     """
@@ -68,6 +69,10 @@ def check_static_request(source: SourceModel, settings: StaticSettings) -> int:
     ):
         if not 1 <= rows <= most:
             raise UsageError(f"{name} is {rows}, it must be at least 1 and at most {most} with a context of {context}")
+    if with_draft and settings.verify_rows < 2:
+        raise UsageError(
+            f"--verify-rows is {settings.verify_rows}, which leaves a draft no row; give at least 2, or --plain-only"
+        )
     return context
 
 
@@ -84,7 +89,7 @@ def export_static(
     Raises what `check_static_request` does, DraftError for a draft of another target, ParityError when a graph does not
     compute what the source computes, StorageError; in each case nothing is left at `out`.
     """
-    context = check_static_request(source, settings)
+    context = check_static_request(source, settings, with_draft=draft is not None)
     codec = TextCodec.from_model_dir(source.directory)
     if draft is not None:
         require_same_target(draft, source, codec)
@@ -157,7 +162,7 @@ class _Making:
         }
 
     def _draft(self, draft: LoadedDraft, place: Path, matrices: Matrices, ranges: Ranges) -> Draft:
-        tables = draft_rotary_tables(draft.config, draft.config.context)
+        tables = draft_rotary_tables(draft.config, self.context + SLACK)
         np.save(place / rotary_file("draft"), rotary_table(*tables), allow_pickle=False)
         file = WeightFile(place / "draft.weights")
         return Draft(config=draft.config, tensors=draft_tensors(draft), weights=file, matrices=matrices, ranges=ranges)

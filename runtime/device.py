@@ -93,6 +93,11 @@ class Device:
             _require_key("attention", kernels, _KERNELS)
             _require_curve(f"attention.{kernels}", curve)
 
+    @property
+    def static_only(self) -> bool:
+        """Whether it runs static graphs alone, as NPUs do: every execution provider but the CPU's."""
+        return self.provider != "CPUExecutionProvider"
+
     def best_kernels(self, precision: Precision) -> Kernels:
         """The kernels that a bundle of `precision` would run on. Raises ConfigError where there is no curve for it."""
         if self.kind == "projection":
@@ -105,11 +110,17 @@ class Device:
         """Whether a weight's time in a product is known."""
         return self.kind == "projection" or kernels in self.curves.get(precision, {})
 
-    def weight_ps(self, precision: Precision, kernels: Kernels, rows: int) -> float:
-        """Picoseconds of one weight in a product of `rows` rows."""
+    def weight_ps(
+        self, precision: Precision, kernels: Kernels, rows: int, *, bytes_per_weight: float | None = None
+    ) -> float:
+        """Picoseconds of one weight in a product of `rows` rows; a projection reads `bytes_per_weight`, scales counted.
+
+        None: as weights in blocks take.
+        """
         if self.kind == "measured":
             return at(self.curves[precision][kernels], rows)
-        memory = _PS * BYTES_PER_WEIGHT[precision] / (self.read_gb_per_s * self.bandwidth_efficiency)
+        each = bytes_per_weight or BYTES_PER_WEIGHT[precision]
+        memory = _PS * each / (self.read_gb_per_s * self.bandwidth_efficiency)
         compute = _PS * 2.0 * rows / (self.peak_gop_per_s[precision] * self.compute_efficiency)
         return max(memory, compute)
 

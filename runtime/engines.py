@@ -55,6 +55,10 @@ class BundleEngines:
             self._loaded = (role, Engine(target=target, proposer=self.open_proposer()))
         return self._loaded[1]
 
+    def release(self) -> None:
+        """Forget what is loaded."""
+        self._loaded = self._proposer = None
+
     def chain_rows(self) -> int:
         """Rows a step that give a chain the bits of one row a step, as far as this machine's attention was tried."""
         manifest = self._bundle.manifest

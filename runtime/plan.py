@@ -10,10 +10,6 @@ that share a key head. A round of drafting is one verification, the draft's firs
 level; it brings tau tokens, so it breaks even with plain decoding at tau = milliseconds of a round / of a plain step.
 The loop's own time between calls (0.2 ms a round on two server cores) is not counted, nor that a model smaller than
 the last cache need not be read from memory.
-
-What tau a shape reaches is not arithmetic. From one figure the others follow by a rule of thumb, fitted to the packaged
-draft (1.81 tokens for a chain of 4, 2.08 for a tree of 8, 2.7 for one of 30): every level accepts with one probability,
-1 - (1 - a) ** (k ** 0.3) with k nodes a level, and a the first guess's.
 """
 
 import math
@@ -22,16 +18,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elsi_edge.artifacts import BYTES_PER_WEIGHT, ModelShape, Precision
-from elsi_edge.errors import UsageError
 from elsi_edge.runtime.device import Device, Kernels
 from elsi_edge.runtime.plan_sizes import DraftSizes, Matrix, block_matrices, head_matrix
-from elsi_edge.tree_shape import TreeShape
+from elsi_edge.runtime.plan_tau import Drafting, Tau
 
 Bound = Literal["memory", "compute", "attention", "operators"]
 
 MOST_ROWS = 64
 _FREE = 1.10  # times one row: what a further row may cost and be called free
-_WIDTH_GAIN = 0.3  # exponent of the rule for tau
 _MEMORY_BOUND = 0.75  # share of a product's time that reading its weights explains
 # Small operators of a block beside the gated product's parts: products, attention, norms, and elementwise ones.
 _NODES = {"stock": 11, "native": 5}
@@ -41,73 +35,6 @@ _OFFSET_NODES = 18
 _QK_NORM_NODES = 7  # of a family that norms queries and keys
 _OUTER_NODES = 4  # lookup, last norm, choice of rows, lm_head
 _DRAFT_NODES = 16  # of a draft's call
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drafting:
-    """What a round drafts: a chain of N, or a tree of N nodes."""
-
-    kind: Literal["chain", "tree"]
-    nodes: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Drafting":
-        """From "chain-4" or "tree-60". Raises UsageError."""
-        kind, _, nodes = text.partition("-")
-        if kind not in ("chain", "tree") or not nodes.isascii() or not nodes.isdigit() or not 1 <= int(nodes) <= 256:
-            raise UsageError(f"{text!r} is no shape; shapes are chain-N and tree-N with 1 to 256 nodes")
-        return cls(kind=kind, nodes=int(nodes))  # type: ignore[arg-type]
-
-    @property
-    def name(self) -> str:
-        """As `parse` reads it."""
-        return f"{self.kind}-{self.nodes}"
-
-    @property
-    def shape(self) -> TreeShape:
-        """Levels and nodes expanded on each."""
-        return TreeShape.for_budget(self.nodes, chain=self.kind == "chain")
-
-    @property
-    def most(self) -> int:
-        """Tokens that a round can bring."""
-        return self.shape.depth + 1
-
-
-DRAFTINGS = (
-    *(Drafting(kind="chain", nodes=nodes) for nodes in (1, 2, 3, 4, 8)),
-    *(Drafting(kind="tree", nodes=nodes) for nodes in (8, 30, 60)),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tau:
-    """Tokens a round, the bonus token counted: of one shape, from which others follow, or of whatever shape."""
-
-    tau: float
-    drafting: Drafting | None = None  # None: of every shape alike
-
-    def __post_init__(self) -> None:
-        most = math.inf if self.drafting is None else self.drafting.most
-        if not 1.0 <= self.tau <= most or not math.isfinite(self.tau):
-            whose = "any shape" if self.drafting is None else f"{self.drafting.name}, which has so many levels and one"
-            limit = "at least 1" if self.drafting is None else f"from 1 to {most}"
-            raise UsageError(f"tau is {self.tau:g} for {whose}; it must be {limit}")
-
-    def of(self, drafting: Drafting) -> float | None:
-        """Of another shape; None where it cannot bring so many tokens."""
-        if self.drafting is None:
-            return self.tau if self.tau <= drafting.most else None
-        if self.drafting == drafting:
-            return self.tau
-        level = _level_acceptance(self.tau, self.drafting.shape.depth)
-        guess = 1.0 - (1.0 - level) ** (1.0 / _gain(self.drafting))
-        return _tokens(1.0 - (1.0 - guess) ** _gain(drafting), drafting.shape.depth)
-
-    @property
-    def name(self) -> str:
-        """As --tau reads it."""
-        return f"{self.tau:g}" if self.drafting is None else f"{self.drafting.name}={self.tau:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +97,8 @@ class CostModel:
         draft: DraftSizes | None = None,
         draft_precision: Precision | None = None,
     ) -> None:
-        self._shape, self._device, self._precision, self._kernels = shape, device, precision, kernels
+        self._shape, self._device, self._precision = shape, device, precision
+        self.kernels: Kernels = kernels
         self._draft, self._draft_precision = draft, draft_precision or precision
         # The draft's own products run on the kernels of its precision: int8 beside a float32 target.
         self._draft_kernels: Kernels = device.best_kernels(self._draft_precision)
@@ -179,12 +107,12 @@ class CostModel:
     @property
     def nodes(self) -> int:
         """Operators of the target's graph, as overhead counts them."""
-        if self._kernels == "native" and self._shape.family in _WHOLE_BLOCKS:
+        if self.kernels == "native" and self._shape.family in _WHOLE_BLOCKS:
             return self._shape.blocks + _OUTER_NODES
         extra = _QK_NORM_NODES if self._shape.family == "qwen3" else 0
-        if self._precision == "int4" and self._kernels == "stock":
+        if self._precision == "int4" and self.kernels == "stock":
             extra += _OFFSET_NODES
-        return self._shape.blocks * (_NODES[self._kernels] + extra) + _OUTER_NODES
+        return self._shape.blocks * (_NODES[self.kernels] + extra) + _OUTER_NODES
 
     def attended_bytes(self, past: int) -> int:
         """Keys and values that the query heads of one row read after `past` tokens, over all blocks."""
@@ -193,9 +121,9 @@ class CostModel:
     def call(self, rows: int, past: int) -> Call:
         """One call of `rows` rows after `past` tokens, logits of all of them."""
         shape, device = self._shape, self._device
-        matrices = self._products_ms(self._matrices, rows, self._precision, self._kernels)
-        attention = self.attended_bytes(past) * device.attention_ps(self._kernels, rows, self._group) * 1e-9
-        operators = self.nodes * device.node_us.get(self._kernels, 0.0) * 1e-3
+        matrices = self._products_ms(self._matrices, rows, self._precision, self.kernels)
+        attention = self.attended_bytes(past) * device.attention_ps(self.kernels, rows, self._group) * 1e-9
+        operators = self.nodes * device.node_us.get(self.kernels, 0.0) * 1e-3
         weights = sum(matrix.bytes(self._precision) for matrix in self._matrices)
         bound: Bound = max(
             ((matrices, "matrices"), (attention, "attention"), (operators, "operators")), key=lambda part: part[0]
@@ -221,17 +149,9 @@ class CostModel:
 
     def draft_ms(self, drafting: Drafting, tau: float) -> float:
         """Of drafting in one round: the first call reads the states of what was accepted, `tau` rows about."""
-        draft = self._draft
-        if draft is None:
-            return 0.0
-        precision, kernels = self._draft_precision, self._draft_kernels
-        overhead = _DRAFT_NODES * self._device.node_us.get(kernels, 0.0) * 1e-3
-        accepted = max(1, math.ceil(tau))
-        first = self._products_ms((*draft.projection, *draft.block), accepted, precision, kernels)
-        first += self._products_ms((draft.head,), 1, precision, kernels) + overhead
         shape = drafting.shape
-        level = self._products_ms((*draft.block, draft.head), shape.beam, precision, kernels) + overhead
-        return first + (shape.depth - 1) * level
+        first = self._draft_call_ms(max(1, math.ceil(tau)), first=True)
+        return first + (shape.depth - 1) * self._draft_call_ms(shape.beam, first=False)
 
     def round(self, drafting: Drafting, past: int, taus: Sequence[Tau]) -> Round:
         """A shape's costs and its speed at each tau."""
@@ -257,35 +177,26 @@ class CostModel:
     def _group(self) -> int:
         return max(1, self._shape.heads // self._shape.kv_heads)
 
-    def _products_ms(self, matrices: Sequence[Matrix], rows: int, precision: Precision, kernels: Kernels) -> float:
-        picoseconds = sum(
-            matrix.padded(precision) * self._weight_ps(matrix.precision(precision), rows, precision, kernels)
-            for matrix in matrices
-        )
-        return picoseconds * 1e-9
+    def _draft_call_ms(self, rows: int, *, first: bool) -> float:
+        """Of a draft's call of `rows` rows: a round's first projects taps and needs the logits of one row alone."""
+        draft, precision, kernels = self._draft, self._draft_precision, self._draft_kernels
+        if draft is None:
+            return 0.0
+        block = (*draft.projection, *draft.block) if first else draft.block
+        products = self._products_ms(block, rows, precision, kernels)
+        products += self._products_ms((draft.head,), 1 if first else rows, precision, kernels)
+        return products + _DRAFT_NODES * self._device.node_us.get(kernels, 0.0) * 1e-3
 
-    def _weight_ps(self, own: Precision, rows: int, precision: Precision, kernels: Kernels) -> float:
+    def _products_ms(self, matrices: Sequence[Matrix], rows: int, precision: Precision, kernels: Kernels) -> float:
+        return 1e-9 * sum(
+            matrix.padded(precision) * self._weight_ps(matrix, rows, precision, kernels) for matrix in matrices
+        )
+
+    def _weight_ps(self, matrix: Matrix, rows: int, precision: Precision, kernels: Kernels) -> float:
         """Of a weight of its own precision in an export of `precision`; by its bytes where that was not measured."""
+        own = matrix.precision(precision)
         if self._device.knows(own, kernels):
-            return self._device.weight_ps(own, kernels, rows)
+            each = matrix.bytes(precision) / matrix.padded(precision)
+            return self._device.weight_ps(own, kernels, rows, bytes_per_weight=each)
         ratio = BYTES_PER_WEIGHT[own] / BYTES_PER_WEIGHT[precision]
         return ratio * self._device.weight_ps(precision, kernels, rows)
-
-
-def _gain(drafting: Drafting) -> float:
-    """How many guesses a level is worth."""
-    return math.pow(max(1.0, drafting.nodes / drafting.shape.depth), _WIDTH_GAIN)
-
-
-def _tokens(level: float, depth: int) -> float:
-    """Tokens of a round when every one of `depth` levels accepts with probability `level`."""
-    return math.fsum(level**accepted for accepted in range(depth + 1))
-
-
-def _level_acceptance(tau: float, depth: int) -> float:
-    """The probability at which `_tokens` is `tau`: bisection, since it rises with it."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _tokens(middle, depth) < tau else (low, middle)
-    return high

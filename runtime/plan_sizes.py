@@ -15,9 +15,11 @@ from elsi_edge.runtime.target import PREFILL_ROWS
 
 _SLACK = 64  # positions of the tables of angles beyond the context, as exports have it
 _BLOCK = 32  # weights that share a scale, as exports have it
+_SANDWICH = "gemma3_text"  # norms after each half of a block too, and angles by kind of block
+_PER_OUTPUT = 5  # bytes: a float32 scale and an int8 zero point
 _GRAPH_BYTES: Mapping[Precision, int] = {"fp32": 5_450, "int8": 20_300, "int4": 37_000}  # of all graphs, a block
 _TOKENIZER_BYTES = 40  # of a token in tokenizer.json, about
-_PROGRAM = 100_000_000  # bytes of Python, numpy and ONNX Runtime before a graph is opened, measured
+PROGRAM = 100_000_000  # bytes of Python, numpy and ONNX Runtime before a graph is opened, measured
 # Bytes in memory of those in the file, at the peak while packing: fitted to SmolLM2's peak resident set (within 5 %).
 _RESIDENT: Mapping[str, float] = {"native": 2.0, "stock": 1.35, "fp32": 1.5}
 _DRAFT_RESIDENT = 2.0
@@ -34,6 +36,7 @@ class Matrix:
     count: int = 1  # in the whole graph
     least: Precision = "int4"  # the fewest bits that an export gives it unless told
     offsets: bool = False  # at 4 bits, where a row is whole blocks
+    per_output: bool = False  # at 8 bits a scale and a zero point for each output, no blocks: in static graphs
 
     @property
     def weights(self) -> int:
@@ -46,11 +49,14 @@ class Matrix:
 
     def padded(self, of_export: Precision) -> int:
         """Weights that are stored and computed with."""
-        inputs = self.inputs if of_export == "fp32" else -(-self.inputs // _BLOCK) * _BLOCK
+        whole = of_export == "fp32" or self.per_output
+        inputs = self.inputs if whole else -(-self.inputs // _BLOCK) * _BLOCK
         return self.count * inputs * self.outputs
 
     def bytes(self, of_export: Precision) -> int:
         """That a call reads: packed, offsets share the place of scales."""
+        if self.per_output and of_export == "int8":
+            return self.weights + self.count * self.outputs * _PER_OUTPUT
         return round(self.padded(of_export) * BYTES_PER_WEIGHT[self.precision(of_export)])
 
     def stored(self, of_export: Precision) -> int:
@@ -70,6 +76,7 @@ class DraftSizes:
     block: tuple[Matrix, ...]
     head: Matrix
     kv_bytes_per_token: int
+    context: int  # longest sequence that the draft was made for, tokens
 
     @property
     def total(self) -> int:
@@ -120,18 +127,22 @@ def target_bytes(shape: ModelShape, precision: Precision, context: int) -> dict[
     whole = shape.width % _BLOCK == 0
     shared = shape.tied_embeddings and (precision == "fp32" or whole)
     table = head.bytes("int8" if whole and not shape.tied_embeddings and precision != "fp32" else "fp32")
-    sandwich = shape.family == "gemma3_text"  # norms after each half of a block too, and angles by kind of block
-    norms = ((4 if sandwich else 2) * shape.blocks + 1) * shape.width
-    if shape.family in ("gemma3_text", "qwen3"):
-        norms += 2 * shape.blocks * shape.head_width
     angles = _rotary_bytes(min(context + _SLACK, shape.context), shape.head_width)
     return {
         "block matrices": sum(matrix.stored(precision) for matrix in block_matrices(shape)),
         "lm_head": head.bytes(precision),
         "embedding table": 0 if shared else table,
-        "norms": 4 * norms,
-        "rotary tables": 2 * angles if sandwich else angles,
+        "norms": 4 * norm_weights(shape),
+        "rotary tables": 2 * angles if shape.family == _SANDWICH else angles,
     }
+
+
+def norm_weights(shape: ModelShape) -> int:
+    """Weights of the target's norms, of queries and keys too where a family has those."""
+    norms = ((4 if shape.family == _SANDWICH else 2) * shape.blocks + 1) * shape.width
+    if shape.family in (_SANDWICH, "qwen3"):
+        norms += 2 * shape.blocks * shape.head_width
+    return norms
 
 
 def other_bytes(shape: ModelShape, precision: Precision, tokenizer: int | None = None) -> dict[str, int]:
@@ -143,18 +154,24 @@ def other_bytes(shape: ModelShape, precision: Precision, tokenizer: int | None =
 
 
 def draft_sizes(
-    config: DraftConfig, tensors: Mapping[str, tuple[int, ...]], precision: Precision, context: int
+    config: DraftConfig,
+    tensors: Mapping[str, tuple[int, ...]],
+    precision: Precision,
+    context: int,
+    *,
+    static: bool = False,
 ) -> DraftSizes:
     """A draft with these tensors, [out, in] by name (as `elsi_edge.draft.shapes` has them), at `precision`, exported
-    for a context of so many tokens."""
+    for a context of so many tokens, `static` in graphs of fixed size."""
     matrices = {
-        name.removesuffix(".weight"): Matrix(name=name.removesuffix(".weight"), inputs=shape[1], outputs=shape[0])
+        (stem := name.removesuffix(".weight")): Matrix(name=stem, inputs=shape[1], outputs=shape[0], per_output=static)
         for name, shape in tensors.items()
         if len(shape) == 2
     }
     norms = sum(math.prod(shape) for shape in tensors.values() if len(shape) == 1)
     projection, head = matrices.pop("projection"), matrices.pop("head")
     block = tuple(matrices.values())
+    angles = _rotary_bytes(min(context + _SLACK, config.context), config.head_width)
     return DraftSizes(
         m=config.m,
         bytes={
@@ -162,12 +179,13 @@ def draft_sizes(
             "draft head": head.bytes(precision) + 8 * config.draft_vocab_size,
             "projection": projection.bytes(precision),
             "draft norms": 4 * norms,
-            "draft rotary tables": _rotary_bytes(min(context + _SLACK, config.context), config.head_width),
+            "draft rotary tables": 2 * angles if static else angles,  # a static draft's have whole heads
         },
         projection=(projection,),
         block=block,
         head=head,
         kv_bytes_per_token=config.depth * 2 * config.kv_heads * config.head_width * 4,
+        context=config.context,
     )
 
 
@@ -188,7 +206,7 @@ def memory_needed(
             "keys and values": slots * shape.kv_bytes_per_token(),
             "keys and values of the draft": slots * draft.kv_bytes_per_token,
             "activations": 4 * (PREFILL_ROWS * inner + _MOST_ROWS * shape.vocab_size),
-            "interpreter": _PROGRAM,
+            "interpreter": PROGRAM,
         }
     )
 

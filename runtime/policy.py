@@ -96,20 +96,21 @@ def decide(
     return replace(plain, mode=mode, budget=budget, proposals=proposals, tuning=chose)
 
 
-def within_rows(policy: Policy, options: GenerateOptions, rows: int) -> Policy:
-    """The policy on a target whose graph verifies `rows` rows: as many candidates as fit, or as the user named.
+def require_fits(options: GenerateOptions, rows: int) -> None:
+    """Raise UsageError for more candidates than a target whose graph verifies `rows` rows has room for."""
+    if (options.draft_nodes or 0) > rows - 1:
+        raise UsageError(
+            f"--draft-nodes is {options.draft_nodes}, this bundle's graph verifies {rows} rows, the root and "
+            f"{rows - 1} nodes; use fewer, or export with --verify-rows {(options.draft_nodes or 0) + 1}"
+        )
 
-    Raises UsageError for more candidates than fit.
-    """
+
+def within_rows(policy: Policy, options: GenerateOptions, rows: int) -> Policy:
+    """The policy on a target whose graph verifies `rows` rows: as many candidates as fit, or as the user named."""
     if options.draft_nodes is None:
         most = min(rows, EXACT_CHAIN_ROWS) - 1 if options.exact else rows - 1
         budget = most if policy.mode != "plain" else 0
         return replace(policy, budget=budget, mode=policy.mode if budget else "plain", fixed=True)
-    if policy.budget > rows - 1:
-        raise UsageError(
-            f"--draft-nodes is {policy.budget}, this bundle's graph verifies {rows} rows, the root and {rows - 1} "
-            f"nodes; use fewer, or export with --verify-rows {policy.budget + 1}"
-        )
     return replace(policy, fixed=True)
 
 

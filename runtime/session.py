@@ -17,7 +17,7 @@ from elsi_edge.runtime.memory import peak_resident_bytes
 from elsi_edge.runtime.options import PROPOSALS, GenerateOptions, SessionSettings
 from elsi_edge.runtime.ort import resolve_provider
 from elsi_edge.runtime.pace import Clock, Pace
-from elsi_edge.runtime.policy import EXACT_CHAIN_ROWS, Mode, Policy, decide, within_rows
+from elsi_edge.runtime.policy import EXACT_CHAIN_ROWS, Mode, Policy, decide, require_fits, within_rows
 from elsi_edge.runtime.result import GenerationEvent, GenerationResult, Timings
 from elsi_edge.runtime.sampling import Chooser, is_greedy
 from elsi_edge.runtime.tally import Tally
@@ -148,6 +148,11 @@ class Session:
         warnings = [warning] if warning else []
         if chain_rows == 1:
             warnings.append(NO_EXACT_CHAIN)
+        if settings.threads > cores().usable:
+            warnings.append(
+                f"{settings.threads} threads share {cores().usable} usable cores and wait for each other; "
+                "--threads 0 takes the cores there are"
+            )
         return cls(
             codec=TextCodec.open(loaded.directory),
             engines=engines,
@@ -209,6 +214,8 @@ class Session:
 
     def policy(self, options: GenerateOptions) -> Policy:
         """How such a call drafts on this bundle. Raises UsageError, BundleError for what cannot be had."""
+        if self.verify_rows is not None:
+            require_fits(options, self.verify_rows)
         policy = decide(
             options,
             precision=self.precision,
@@ -222,6 +229,12 @@ class Session:
     def engine(self, *, exact: bool) -> Engine:
         """The loaded target and proposer of a mode, loading them if need be: to run the loop with another proposer."""
         return self._engines[exact]
+
+    def release(self) -> None:
+        """Give back the memory of graphs and caches; the next answer loads them again."""
+        self._running = self._memory = None
+        if isinstance(self._engines, BundleEngines):
+            self._engines.release()
 
     def _events(self, prompt_ids: list[int], options: GenerateOptions, policy: Policy) -> Iterator[GenerationEvent]:
         engine = self.engine(exact=options.exact)

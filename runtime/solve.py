@@ -160,9 +160,11 @@ def choose_shape(outcomes: Sequence[Outcome], plain_ms: float, costs: Costs) -> 
         why = "several rows a step are not exact on this device, so nothing is drafted"
         return _plain_choice(plain, why)
     best = max(priced, key=lambda outcome: outcome.tokens_per_s)
-    # The largest budget: its nodes are taken only where they pay, as on text that repeats the prompt.
+    # The largest budget and all sources: nodes and calls are taken only where they pay, as on text that repeats the
+    # prompt.
     close = [outcome for outcome in priced if outcome.tokens_per_s >= _AS_GOOD * best.tokens_per_s]
-    best = max(close, key=lambda outcome: (outcome.shape.nodes, outcome.tokens_per_s))
+    fastest = best
+    best = max(close, key=lambda one: (one.shape.nodes, len(one.shape.proposals), one.tokens_per_s))
     gain = f"{best.tokens_per_s:.1f} tokens/s against {plain:.1f} plain ({best.speedup:.2f} times)"
     if best.speedup < _WORTH_IT:
         return _plain_choice(plain, f"{steep}, and the best shape ({best.shape.words()}) would bring only {gain}")
@@ -174,6 +176,8 @@ def choose_shape(outcomes: Sequence[Outcome], plain_ms: float, costs: Costs) -> 
         f"{steep}, so a second row pays where its token is right more than {two - 1:.0%} of the time; "
         f"the {best.shape.words()} takes {best.nodes:.2f} nodes a round (accepted: {said}), tau {best.tau:.2f}: {gain}"
     )
+    if best is not fastest:
+        why += f"; the {fastest.shape.words()} was within {1 - _AS_GOOD:.0%} of it: of such the roomiest is taken"
     return Choice(
         mode="chain" if best.shape.chain else "tree",
         draft_nodes=best.shape.nodes,

@@ -1,8 +1,10 @@
 """`tune`: measure a bundle on this device, solve for what to draft, and say why."""
 
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from elsi_edge.bundle import read_manifest
 from elsi_edge.errors import ConfigError, DataError, PromptError, UsageError
 from elsi_edge.prompts import prompts_sha256
 from elsi_edge.runtime.acceptance import draft_ranks, ngram_prior
+from elsi_edge.runtime.bench.noise import Ticks, load_between, noise_words
 from elsi_edge.runtime.drafter import Draft
 from elsi_edge.runtime.engines import Engine
 from elsi_edge.runtime.measure import (
@@ -36,6 +39,7 @@ from elsi_edge.runtime.tuning import ContextCurve, Machine, Tuning, bundle_sha25
 DEFAULT_SECONDS = 50.0
 _LEAST_SECONDS = 5.0
 _ANSWER_TOKENS = 96
+_FALL = 0.95  # of fewer rows' time: more rows that take less than this were not measured on a steady machine
 _CONTEXTS = (128, 1024)  # tokens in the cache at which verifying is timed
 
 # Share of the time for each part.
@@ -72,6 +76,7 @@ class Tuner:
         self.session, self.bundle, self.rows, self.settings = session, bundle, rows, settings
         self._progress = progress
         self._start = time.perf_counter()
+        self._ticks = Ticks.now()
         self._notes: list[str] = []
 
     def run(self) -> Tuned:
@@ -118,6 +123,7 @@ class Tuner:
         outcomes = self._solve(solver, good)
         acceptance = self._acceptance(solver, outcomes, engine)
         self._progress("done", 1.0)
+        self._notes += self._noise(measured)
         choice = choose_shape(outcomes, solver.plain_ms(), costs)
         verify = [{str(i + 1): ms for i, ms in enumerate(curve)} for curve in costs.verify]
         tuning = Tuning(
@@ -154,6 +160,15 @@ class Tuner:
         now = time.perf_counter()
         self._progress(part, min(1.0, (now - self._start) / self.settings.seconds))
         return now + _SHARES[part] * self.settings.seconds
+
+    def _noise(self, curves: Sequence[Mapping[int, float]]) -> list[str]:
+        """What casts doubt on the times: other load, and more rows that seem to cost less."""
+        said = noise_words(load_between(self._ticks, Ticks.now(), cores=os.cpu_count() or 1), None, None)
+        falls = [(a, b) for curve in curves for a, b in pairwise(sorted(curve)) if curve[b] < _FALL * curve[a]]
+        if falls:
+            few, more = falls[0]
+            said.append(f"{more} rows seemed to cost less than {few}: the machine was not steady; tune again")
+        return said
 
     def _device(self, machine: Machine) -> tuple[float, float]:
         self._until("device")

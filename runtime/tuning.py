@@ -162,10 +162,12 @@ class Tuning:
         return from_plain(cls, parts, source, ignore=("format",))
 
 
-def tuning_path(bundle: Path) -> Path:
-    """Where the tuning of a bundle lies: beside it, so that the bundle stays as it is."""
+def tuning_path(bundle: Path, threads: int = 0) -> Path:
+    """Where the tuning of a bundle lies: beside it, so that the bundle stays as it is; one file a number of threads,
+    that of all usable cores (0) under the plain name."""
     directory = bundle.resolve()
-    return directory.with_name(f"{directory.name}.tuning.json")
+    few = "" if threads in (0, cores().usable) else f".threads-{threads}"
+    return directory.with_name(f"{directory.name}.tuning{few}.json")
 
 
 def bundle_sha256(bundle: Path) -> str:
@@ -175,7 +177,7 @@ def bundle_sha256(bundle: Path) -> str:
 
 def save_tuning(bundle: Path, tuning: Tuning) -> Path:
     """Write the file beside the bundle, whole. Raises StorageError."""
-    path = tuning_path(bundle)
+    path = tuning_path(bundle, tuning.machine.threads)
     write_json(path, tuning.to_json())
     return path
 
@@ -185,10 +187,12 @@ def find_tuning(bundle: Path, settings: SessionSettings) -> tuple[Tuning | None,
 
     The warning is empty where there is no file. What is not meant for here is not used, and never an error.
     """
-    path = tuning_path(bundle)
+    path = tuning_path(bundle, settings.threads)
+    if not path.is_file():
+        path = tuning_path(bundle)
     if not path.is_file():
         return None, ""
-    again = f"measure again with: elsi-edge tune {bundle}"
+    again = f"measure again with: elsi-edge tune {bundle}" + (f" --threads {settings.threads}" * (settings.threads > 0))
     try:
         value = json.loads(path.read_text("utf-8"))
         if not isinstance(value, dict) or value.get("format") != FORMAT:

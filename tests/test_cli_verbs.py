@@ -462,7 +462,7 @@ def test_bench_shows_a_table(run: Run, tiny_bundle: Callable[..., Path], tmp_pat
     prompts.write_text('{"turns": ["Once", "And then?"], "category": "story"}\n')
     done = run("bench", tiny_bundle("fp32"), "--prompts", prompts, "--max-tokens", 6)
     assert done.code == 0 and "identical: yes (the same tokens" in done.out and "story" in done.out
-    assert "median of the answers' own ratios" in done.out and "Next: elsi-edge chat" in done.err
+    assert "median of the answers' own ratios" in done.out and "Next: elsi-edge tune" in done.err
 
 
 @pytest.mark.usefixtures("stock_operators")

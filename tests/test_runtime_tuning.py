@@ -14,9 +14,10 @@ import pytest
 from elsi_edge.artifacts import PromptRow
 from elsi_edge.bundle import read_manifest
 from elsi_edge.errors import BundleError, ConfigError, UsageError
-from elsi_edge.machine import cores
+from elsi_edge.machine import Cores, cores
 from elsi_edge.packaged import builtin_bench_prompts
 from elsi_edge.runtime import native_ops, one_node
+from elsi_edge.runtime import tuning as tuning_module
 from elsi_edge.runtime.measure import SPARSE_ROWS, exact_rows, exact_tree_rows, middle_mean
 from elsi_edge.runtime.ngram import PRIOR
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
@@ -81,7 +82,7 @@ def test_a_tuning_lies_beside_the_bundle_and_comes_back_whole(bundle: Path) -> N
     before = {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()}
     tuning = tuning_for(bundle)
     path = save_tuning(bundle, tuning)
-    assert path == tuning_path(bundle) == bundle.parent / "b.tuning.json"
+    assert path == tuning_path(bundle, 1) and path.parent == bundle.parent and path.name.startswith("b.tuning.")
     assert {path: path.read_bytes() for path in bundle.rglob("*") if path.is_file()} == before
     assert find_tuning(bundle, ONE_THREAD) == (tuning, "")
     value = json.loads(path.read_text())
@@ -92,6 +93,20 @@ def test_a_tuning_lies_beside_the_bundle_and_comes_back_whole(bundle: Path) -> N
     assert costs.rows(2, 48) == 12.5 and (costs.entry, costs.level) == (1.0, 0.5)
 
 
+def test_every_number_of_threads_has_a_file_of_its_own(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning_module, "cores", lambda: Cores(affinity=2, quota=None, usable=2))
+    machine = Machine.here(ONE_THREAD, read_manifest(bundle).graphs)
+    both = tuning_for(bundle, machine=replace(machine, threads=2), seconds=2.0)
+    assert save_tuning(bundle, both) == tuning_path(bundle) == tuning_path(bundle, 2) == bundle.parent / "b.tuning.json"
+    found, warning = find_tuning(bundle, ONE_THREAD)
+    assert found is None and "measured with threads 2, here 1" in warning and warning.endswith("--threads 1")
+    one = tuning_for(bundle, machine=machine)
+    assert save_tuning(bundle, one) == bundle.parent / "b.tuning.threads-1.json"
+    assert find_tuning(bundle, ONE_THREAD) == (one, "")
+    assert find_tuning(bundle, SessionSettings(threads=2)) == (both, "")
+    assert find_tuning(bundle, SessionSettings()) == (both, "")
+
+
 def test_no_file_is_no_warning(bundle: Path) -> None:
     assert find_tuning(bundle, ONE_THREAD) == (None, "")
 
@@ -100,7 +115,6 @@ def test_no_file_is_no_warning(bundle: Path) -> None:
     ("changes", "words"),
     [
         ({"bundle_sha256": "0" * 64}, "another bundle"),
-        ({"machine": replace(Machine.here(ONE_THREAD), threads=7)}, "measured with threads 7, here 1"),
         ({"machine": replace(Machine.here(ONE_THREAD), cpu="Other CPU")}, "measured with cpu Other CPU"),
         ({"machine": replace(Machine.here(ONE_THREAD), features=("avx",))}, "measured with features avx, here"),
         ({"machine": replace(Machine.here(ONE_THREAD), onnxruntime="1.0")}, "measured with onnxruntime 1.0"),
@@ -112,7 +126,7 @@ def test_a_tuning_of_elsewhere_is_ignored_with_one_warning(
 ) -> None:
     save_tuning(bundle, tuning_for(bundle, **changes))
     found, warning = find_tuning(bundle, ONE_THREAD)
-    assert found is None and words in warning and warning.endswith(f"elsi-edge tune {bundle}")
+    assert found is None and words in warning and warning.endswith(f"elsi-edge tune {bundle} --threads 1")
     session = Session.open(bundle, ONE_THREAD)
     assert session.tuning is None and session.warnings == (warning,)
     result = session.generate("Marn", GenerateOptions(max_tokens=4))
@@ -463,15 +477,15 @@ def test_a_run_of_the_tuner(tuned: Tuned) -> None:
 def test_tune_writes_beside_the_bundle_and_generate_uses_it(run: Run, bundle: Path) -> None:
     done = run("tune", bundle, "--seconds", 5, "--threads", 1)
     assert done.code == 0 and "Choice: " in done.out and "Why: " in done.out and "verifying n rows" in done.out
-    assert f"Tuning: {tuning_path(bundle)}" in done.out and "Next: elsi-edge bench" in done.err
-    assert tuning_path(bundle).with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    assert f"Tuning: {tuning_path(bundle, 1)}" in done.out and "Next: elsi-edge bench" in done.err
+    assert tuning_path(bundle, 1).with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     made = run("generate", bundle, "Marn", "--max-tokens", 6, "--threads", 1, "--json")
     assert made.code == 0 and made.json["tuned"] and made.json["warnings"] == []
     other = run("generate", bundle, "Marn", "--max-tokens", 6, "--threads", 2, "--json")
-    assert other.code == 0 and not other.json["tuned"] and "threads 1, here 2" in other.json["warnings"][0]
+    assert other.code == 0 and not other.json["tuned"]
     again = run("tune", bundle, "--seconds", 5, "--threads", 1, "--json")
     assert again.code == 0 and again.json["choice"]["mode"] in ("plain", "chain", "tree")
-    assert again.json["tuning"] == str(tuning_path(bundle))
+    assert again.json["tuning"] == str(tuning_path(bundle, 1))
 
 
 def test_tune_without_matplotlib_draws_no_picture(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,7 +494,7 @@ def test_tune_without_matplotlib_draws_no_picture(run: Run, bundle: Path, monkey
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
     assert run("tune", bundle, "--seconds", 5, "--threads", 1, "--json").json["picture"] is None
-    assert not tuning_path(bundle).with_suffix(".png").exists()
+    assert not tuning_path(bundle, 1).with_suffix(".png").exists()
 
 
 def test_an_interrupted_tune_leaves_the_file_as_it_was(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,7 +505,7 @@ def test_an_interrupted_tune_leaves_the_file_as_it_was(run: Run, bundle: Path, m
         raise KeyboardInterrupt
 
     monkeypatch.setattr("elsi_edge.runtime.tuner.time_verify", interrupted)
-    assert run("tune", bundle, "--seconds", 5).code == 130
+    assert run("tune", bundle, "--seconds", 5, "--threads", 1).code == 130
     assert path.read_bytes() == before and [p.name for p in bundle.parent.glob(".elsi*")] == []
 
 

@@ -85,8 +85,8 @@ def bench(
 
     Answers are greedy. Speeds are tokens/s after the first token, so without prefill. The speed-up is the median over
     answers of speculative over plain tokens/s, each pair measured back to back; the ratio of the totals stands beside
-    it, intervals are 95 % over answers. In exact mode different tokens are an error, exit code 1. Ctrl-C reports what
-    was measured so far.
+    it, intervals are 95 % over answers. In exact mode different tokens are an error, exit code 1, and so is a
+    --memory-limit that is too small. Ctrl-C reports what was measured so far.
     """
     from elsi_edge.cli import bench_compare, bench_extras
     from elsi_edge.errors import UsageError
@@ -110,22 +110,21 @@ def bench(
         seconds=seconds,
     )
     settings.options(plain=False)  # values out of range are refused before anything is read
+    if report is not None:
+        memory = roofline = True
     extras = bench_extras.Extras(
-        memory=memory or report is not None,
-        roofline=roofline or report is not None,
-        memory_limit=None if memory_limit is None else opt.size_of("--memory-limit", memory_limit),
+        memory=memory,
+        roofline=roofline,
+        memory_limit=_limit_of(memory_limit),
         peers=bench_extras.peers_of(against, peer_model or []),
         perplexity=perplexity,
     )
     counts = opt.counts_of("--threads", threads)
     run = _Bench(bundle, work, provider, settings, prompts, limit, extras, (out, report))
-    reports = []
-    for number, count in enumerate(counts):
-        reports.append(run.measure(count, first=number == 0, json=json))
-        if reports[-1]["partial"]:
-            break
+    reports = run.measure_all(counts, json=json)
     full = {**reports[0], "by_threads": [run.in_short(one) for one in reports]} if len(counts) > 1 else reports[0]
     run.write(full)
+    run.conclude(reports, json=json)
     if json:
         from elsi_edge.cli import common
 
@@ -134,6 +133,17 @@ def bench(
         raise typer.Exit(_INTERRUPTED)
     if run.failed:
         raise typer.Exit(1)
+
+
+def _limit_of(text: str | None) -> int | None:
+    """The bytes of --memory-limit. Raises UsageError, ConfigError for a limit out of range."""
+    from elsi_edge.runtime.bench.limits import require_limit
+
+    if text is None:
+        return None
+    limit = opt.size_of("--memory-limit", text)
+    require_limit(limit)
+    return limit
 
 
 class _Bench:
@@ -150,6 +160,7 @@ class _Bench:
         extras: Any,
         files: tuple[Path | None, Path | None],
     ) -> None:
+        from elsi_edge.bundle import read_manifest
         from elsi_edge.bundle_ref import find_bundle
         from elsi_edge.cli import common
         from elsi_edge.fsio import require_writable
@@ -160,6 +171,7 @@ class _Bench:
         self.rows = rows if limit is None else spread_over_categories(rows, limit)
         found = find_bundle(bundle, work)
         self.directory, self.named, self.work = found.directory, bundle, work
+        self.static = read_manifest(found.directory).static is not None
         self.provider, self.settings, self.extras = provider, settings, extras
         self.out, self.page = files
         for path in files:
@@ -168,6 +180,20 @@ class _Bench:
         self.failed = False
         if found.note:
             common.note(found.note)
+
+    def measure_all(self, counts: list[int], *, json: bool) -> list[dict[str, Any]]:
+        """A report for each number of threads; an interrupt ends them, and what it cut short is marked partial."""
+        reports: list[dict[str, Any]] = []
+        try:
+            for count in counts:
+                reports.append(self.measure(count, first=not reports, json=json))
+                if reports[-1]["partial"]:
+                    break
+        except KeyboardInterrupt:  # before a count had its first answer
+            if not reports:
+                raise
+            reports[0]["partial"] = True
+        return reports
 
     def measure(self, threads: int, *, first: bool, json: bool) -> dict[str, Any]:
         """The report with one number of threads, shown unless JSON is wanted."""
@@ -195,12 +221,15 @@ class _Bench:
         # Other runtimes work in processes of their own: here they are no disturbance.
         value["noise"] = bench_show.noise_json(report, load if peers is None else None)
         value["sustained"] = windows(answers) if self.settings.seconds else None
-        value |= self.extras.measure(self.directory, session, report, answers, first=first and not partial)
+        found, whole = self.extras.measure(self.directory, session, answers, first=first, partial=partial)
+        value |= found
+        value["partial"] = partial or not whole
         value["perplexity"] = bench_perplexity.report_json(texts, own)
         value["against"] = None if peers is None else peers.report(answers, own)
         if not json:
             bench_show.show(report, value)
-            common.next_command(f"elsi-edge chat {shlex.quote(self.named)}{flags(work=self.work)}")
+        if value["memory_limit"] is not None and not value["memory_limit"]["works"]:
+            self.failed = True
         if not report.identical and report.answers[0].speculative.exact:
             self.failed = True
             common.note(bench_show.difference(report))
@@ -213,6 +242,17 @@ class _Bench:
             *("identical", "time_to_first_token_ms", "mode", "draft_nodes", "tuned", "partial"),
         )
         return {**{name: value[name] for name in names}, "plain_tokens_per_s": value["plain"]["tokens_per_s"]}
+
+    def conclude(self, reports: list[dict[str, Any]], *, json: bool) -> None:
+        """The runs with several numbers of threads side by side, and the command that comes next."""
+        from elsi_edge.cli import bench_show, common
+
+        if json:
+            return
+        if len(reports) > 1:
+            common.out.print(bench_show.by_threads([self.in_short(one) for one in reports]))
+        verb = "chat" if reports[0]["tuned"] or reports[0]["draft_nodes"] == 0 or self.static else "tune"
+        common.next_command(f"elsi-edge {verb} {shlex.quote(self.named)}{flags(work=self.work)}")
 
     def write(self, value: dict[str, Any]) -> None:
         """The files that were asked for."""

@@ -1,6 +1,11 @@
 """`elsi-edge bench --compare`: what changed between two reports."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elsi_edge.runtime.bench.compare import Comparison
 
 
 def show(before: Path, after: Path, *, json: bool) -> None:
@@ -26,7 +31,27 @@ def show(before: Path, after: Path, *, json: bool) -> None:
         ]
         table.add_row(change.name, *figures, f"{change.ratio:.3f}{interval(change.interval, 3)}", change.verdict)
     common.out.print(table)
-    common.out.print(f"{found.shared} answers in both, {found.other_tokens} of them with other tokens")
-    common.out.print(f"noise: differences of speed within {found.noise:.0%} are taken for noise")
+    for line in _lines(found):
+        common.out.print(line, soft_wrap=True)
+
+
+def _lines(found: "Comparison") -> Iterator[str]:
+    """What stands below the table."""
+    from elsi_edge.cli.common import counted
+
+    yield f"{counted(found.shared, 'answer')} in both, {found.other_tokens or 'none'} of them with other tokens"
+    if any(found.only):
+        yield f"in one alone: {counted(found.only[0], 'answer')} of A, {counted(found.only[1], 'answer')} of B"
+    others = {change.name: change.noise for change in found.changes if change.noise != found.noise}
+    yield f"noise: differences of speed within {found.noise:.0%} are taken for noise" + "".join(
+        f", of {name} within {noise:.0%}"
+        for name, noise in (
+            ("the first token", others.get("first token, ms")),
+            ("tau", others.get("tau")),
+            ("memory", others.get("peak memory, bytes")),
+        )
+        if noise is not None
+    )
+    yield from found.notes
     for name, (one, other) in found.differing.items():
-        common.out.print(f"not the same in both: {name} {one} and {other}", soft_wrap=True)
+        yield f"not the same in both: {name} {one} and {other}"

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from elsi_edge.artifacts import PromptRow
     from elsi_edge.runtime.bench.answers import BenchAnswer
     from elsi_edge.runtime.bench.perplexity import Scores
-    from elsi_edge.runtime.bench.report import BenchReport
     from elsi_edge.runtime.session import Session
 
 
@@ -40,22 +39,27 @@ class Extras:
         return Peers(paths, session)
 
     def measure(
-        self, bundle: Path, session: "Session", report: "BenchReport", answers: "Sequence[BenchAnswer]", *, first: bool
-    ) -> dict[str, Any]:
-        """Keys of the report; None for what was not asked for."""
-        from elsi_edge.artifacts import to_plain
+        self, bundle: Path, session: "Session", answers: "Sequence[BenchAnswer]", *, first: bool, partial: bool
+    ) -> tuple[dict[str, Any], bool]:
+        """Keys of the report, None for what was not asked for, and whether all of it was measured.
 
+        Nothing more is measured after an interrupt (`partial`, or one that comes here). Memory is measured once, with
+        the `first` number of threads, after `session` has given its own back.
+        """
         found: dict[str, Any] = {"memory": None, "memory_limit": None, "roofline": None}
-        if self.roofline:
-            roofline = _roofline(bundle, session, answers)
-            found["roofline"] = {**to_plain(roofline), "reached": roofline.reached, "words": list(roofline.words)}
-            for point, plain in zip(roofline.verify, found["roofline"]["verify"], strict=True):
-                plain["limit_ms"] = point.limit_ms
-        if self.memory and first:
-            found["memory"] = _memory(bundle, session)
-        if self.memory_limit is not None and first:
-            found["memory_limit"] = _limit(bundle, session, self.memory_limit)
-        return found
+        if partial:
+            return found, True
+        try:
+            if self.roofline:
+                found["roofline"] = _roofline(bundle, session, answers)
+            session.release()
+            if self.memory and first:
+                found["memory"] = _memory(bundle, session)
+            if self.memory_limit is not None and first:
+                found["memory_limit"] = _limit(bundle, session, self.memory_limit)
+        except KeyboardInterrupt:
+            return found, False
+        return found, True
 
 
 class Peers:
@@ -128,10 +132,11 @@ def peers_of(against: str | None, models: Sequence[str]) -> dict[str, str | None
     names = [] if against is None else [name.strip() for name in against.split(",")]
     require_peers(names)
     given = {}
+    said = f"which names {', '.join(names)}" if names else "which is missing"
     for text in models:
         name, equals, path = text.partition("=")
         if not equals or not any(one.partition("+")[0] == name for one in names):
-            raise UsageError(f"--peer-model {text!r} must be NAME=PATH for a runtime of --against; that names {names}")
+            raise UsageError(f"--peer-model {text!r} must be NAME=PATH for a runtime of --against, {said}")
         if not Path(path).exists():
             raise UsageError(f"--peer-model {text}: {path} is not there")
         given[name] = path
@@ -172,9 +177,10 @@ def _build_genai(model: Path, out: Path) -> None:
         raise ModelError(f"onnxruntime-genai's builder failed on {model}: {last_line(done.stderr)}")
 
 
-def _roofline(bundle: Path, session: "Session", answers: "Sequence[BenchAnswer]") -> Any:
+def _roofline(bundle: Path, session: "Session", answers: "Sequence[BenchAnswer]") -> dict[str, Any]:
     import statistics
 
+    from elsi_edge.artifacts import to_plain
     from elsi_edge.bundle import read_manifest
     from elsi_edge.cli import common
     from elsi_edge.machine import cores
@@ -187,14 +193,19 @@ def _roofline(bundle: Path, session: "Session", answers: "Sequence[BenchAnswer]"
     verifications = sum(run.verifications for run in runs)
     step_ms = 1e3 * sum(run.timings.verify for run in runs) / verifications
     past = round(statistics.mean(run.prompt_tokens + len(run.token_ids) / 2 for run in runs))
-    return roofline(
+    found = roofline(
         read_manifest(bundle).shape,
         session.precision,
         past=past,
         step_ms=step_ms,
         ceilings=ceilings,
         tuning=session.tuning,
+        fixed_rows=session.verify_rows,
     )
+    value: dict[str, Any] = {**to_plain(found), "reached": found.reached, "words": list(found.words)}
+    for point, plain in zip(found.verify, value["verify"], strict=True):
+        plain["limit_ms"] = point.limit_ms
+    return value
 
 
 def _memory(bundle: Path, session: "Session") -> dict[str, Any] | None:

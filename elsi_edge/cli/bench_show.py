@@ -1,6 +1,6 @@
 """What `bench` says in a terminal."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,10 +16,13 @@ def show(report: "BenchReport", value: Mapping[str, Any]) -> None:
     from elsi_edge.cli import common
 
     first = report.answers[0].speculative
-    nodes = "no candidates" if first.mode == "plain" else f"{first.mode} of up to {first.draft_nodes} nodes"
+    nodes = "no candidates"
+    if first.mode != "plain":
+        nodes = f"{first.mode} of up to {common.counted(first.draft_nodes, 'node')}"
+        nodes += ", tuned for this machine" if first.tuned else ", not tuned for this machine"
+    threads = common.counted(first.threads, "thread")
     common.out.print(
-        f"{value['model']}, {first.precision}, {nodes}; {first.threads} threads, {first.provider}, {value['cpu']}",
-        soft_wrap=True,
+        f"{value['model']}, {first.precision}, {nodes}; {threads}, {first.provider}, {value['cpu']}", soft_wrap=True
     )
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("", "answers", "tokens", "tau", "tokens/s", "plain", "speed-up"):
@@ -36,7 +39,9 @@ def show(report: "BenchReport", value: Mapping[str, Any]) -> None:
         number(plain.tokens_per_s, 1), number(report.speedup, 2),
     )  # fmt: skip
     common.out.print(table)
-    parts = (_speed_lines(report), _memory_lines(value), _limit_lines(value), _roofline_lines(value))
+    parts = (
+        _speed_lines(report), _sustained_lines(value), _memory_lines(value), _limit_lines(value), _roofline_lines(value)
+    )  # fmt: skip
     for line in (*(line for part in parts for line in part), *_perplexity_lines(value)):
         common.out.print(line, soft_wrap=True)
     if value["against"]:
@@ -46,7 +51,23 @@ def show(report: "BenchReport", value: Mapping[str, Any]) -> None:
     for line in (*report.warnings, *value["noise"]["words"]):
         common.note(f"warning: {line}")
     if value["partial"]:
-        common.note(f"interrupted: {fast.answers} answers, not all that were asked for")
+        common.note(f"interrupted: {common.counted(fast.answers, 'answer')}, not all that was asked for")
+
+
+def by_threads(reports: Sequence[Mapping[str, Any]]) -> Any:
+    """A table of several numbers of threads, as `bench` keeps them in `by_threads`."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("threads", "tokens/s", "plain", "speed-up", "first token, ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in reports:
+        table.add_row(
+            str(one["threads"]), number(one["tokens_per_s"], 1), number(one["plain_tokens_per_s"], 1),
+            number(one["speedup"], 2) + interval(one["speedup_interval"]), number(one["time_to_first_token_ms"], 0),
+        )  # fmt: skip
+    return table
 
 
 def noise_json(report: "BenchReport", load: "Load | None") -> dict[str, Any]:
@@ -87,9 +108,10 @@ def _speed_lines(report: "BenchReport") -> Iterator[str]:
     depths = ", ".join(f"{share:.2f}" for share in fast.accepted_by_depth) or "none"
     said = "; ".join(f"{name} {counts.accepted} of {counts.drafted} nodes" for name, counts in report.by_source.items())
     yield f"identical: {'yes' if report.identical else 'no'} ({first.exactness})"
+    spread = "" if report.speedup_interval is None else ", 95 % interval"
     yield (
-        f"speed-up: {number(report.speedup, 2)}{interval(report.speedup_interval)} (median of the answers' own ratios, "
-        f"95 % interval), {number(report.speedup_total, 2)} in total, without prefill; with prefill "
+        f"speed-up: {number(report.speedup, 2)}{interval(report.speedup_interval)} (median of the answers' own "
+        f"ratios{spread}), {number(report.speedup_total, 2)} in total, without prefill; with prefill "
         f"{number(report.end_to_end, 2)}{interval(report.end_to_end_interval)}"
     )
     yield f"accepted drafts a verification: {number(fast.accepted_per_verification, 2)}; at depth 1, 2, ...: {depths}"
@@ -99,7 +121,8 @@ def _speed_lines(report: "BenchReport") -> Iterator[str]:
     )
     yield (
         f"first token after {number(fast.time_to_first_token_ms, 0)} ms (median), plain "
-        f"{number(plain.time_to_first_token_ms, 0)} ms; peak memory {common.size_text(report.peak_memory_bytes)}"
+        f"{number(plain.time_to_first_token_ms, 0)} ms; peak resident memory of this process, which decoded both ways, "
+        f"{common.size_text(report.peak_memory_bytes)}"
     )
     times = [(name, arm.ms_per_token) for name, arm in (("speculative", fast), ("plain", plain))]
     said = ", ".join(
@@ -116,6 +139,19 @@ def _speed_lines(report: "BenchReport") -> Iterator[str]:
             f"looping answers: {report.looping} of {fast.answers}; without them tau "
             f"{number(report.tau_without_looping, 2)}, speed-up {number(report.speedup_without_looping, 2)}"
         )
+
+
+def _sustained_lines(value: Mapping[str, Any]) -> Iterator[str]:
+    windows = [one for one in value["sustained"] or () if one["tokens_per_s"] and one["plain_tokens_per_s"]]
+    if len(windows) < 2:
+        return
+    first, last = windows[0], windows[-1]
+    slowest = min(one["plain_tokens_per_s"] for one in windows)
+    yield (
+        f"over {last['until_s']:.0f} s, from the first stretch to the last: {first['tokens_per_s']:.1f} to "
+        f"{last['tokens_per_s']:.1f} tokens/s, plain {first['plain_tokens_per_s']:.1f} to "
+        f"{last['plain_tokens_per_s']:.1f}, at the slowest {slowest:.1f}"
+    )
 
 
 def _memory_lines(value: Mapping[str, Any]) -> Iterator[str]:
@@ -143,10 +179,13 @@ def _limit_lines(value: Mapping[str, Any]) -> Iterator[str]:
     limit = value["memory_limit"]
     if limit is not None:
         verdict = "works" if limit["works"] else f"does not work ({limit['trials'][0]['why']})"
+        speeds = f"{number(limit['smallest_tokens_per_s'], 1)} tokens/s, {number(limit['without']['tokens_per_s'], 1)}"
         yield (
             f"memory limit {size_text(limit['asked_bytes'])}: {verdict}; the smallest that worked: "
-            f"{size_text(limit['smallest_bytes'])} ({limit['kind_words']})"
+            f"{size_text(limit['smallest_bytes'])} ({limit['kind_words']}), at {speeds} without a limit"
         )
+        if limit["note"] is not None:
+            yield limit["note"]
 
 
 def _roofline_lines(value: Mapping[str, Any]) -> Iterator[str]:

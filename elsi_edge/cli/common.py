@@ -35,6 +35,11 @@ def emit_json(value: Any) -> None:
     sys.stdout.flush()
 
 
+def counted(count: int, noun: str) -> str:
+    """ "1 answer", "2 answers"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def note(text: str) -> None:
     """One line for the user on stderr."""
     err.print(text, soft_wrap=True)

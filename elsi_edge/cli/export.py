@@ -117,7 +117,7 @@ def export(
     if static is None:
         check_request(source, context)
     else:
-        check_static_request(source, static)
+        check_static_request(source, static, with_draft=not plain_only)
     place = WorkDir.for_model(source.slug, work)
     loaded = None if plain_only else load_draft_for(source, draft, place)
     usual = place.plain_bundle(precision) if loaded is None else place.bundle(precision)

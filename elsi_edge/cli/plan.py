@@ -1,7 +1,7 @@
 """`elsi-edge plan`: will a model fit a device, how fast, and what limits it; before anything is downloaded."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -9,8 +9,10 @@ from elsi_edge.artifacts import Precision
 from elsi_edge.cli import options as opt
 
 if TYPE_CHECKING:
+    from elsi_edge.artifacts import ModelShape
+    from elsi_edge.cli.plan_model import Planned
     from elsi_edge.runtime.device import Device
-    from elsi_edge.runtime.plan_result import PlanResult
+    from elsi_edge.runtime.plan_result import Request
 
 _DEVICE = "raspberry-pi-5"
 _CONTEXT = 4096
@@ -29,30 +31,54 @@ def plan(
     ],
     precision: Annotated[
         Precision | None,
-        typer.Option("--precision", help="Of the bundle. Default: the bundle's own, else int4.", show_default=False),
+        typer.Option(
+            "--precision",
+            help="Of the bundle; for an NPU int8 or fp32. Default: the bundle's own, else int4, for an NPU int8.",
+            show_default=False,
+        ),
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option("--context", help=f"Tokens in the cache. Default: {_CONTEXT} or the model's.", show_default=False),
+        typer.Option(
+            "--context",
+            help=f"Tokens in the cache; of a model also what it is exported for. Default: {_CONTEXT} in the cache of "
+            "an export for the model's own limit; for an NPU, whose cache is of fixed width, 1024 or the bundle's.",
+            show_default=False,
+        ),
     ] = None,
     device: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--device",
             help="A device file, or one that ships: raspberry-pi-5, snapdragon-8-elite-cpu, snapdragon-8-elite-npu, "
-            "snapdragon-x-elite-npu, lunar-lake-npu (projections from public figures), epyc-zen4-2-threads (measured).",
+            "snapdragon-x-elite-npu, lunar-lake-npu (projections from public figures), epyc-zen4-2-threads (measured). "
+            f"Default: {_DEVICE}.",
+            show_default=False,
         ),
-    ] = _DEVICE,
-    m: Annotated[int, typer.Option("--m", help="Taps that the draft reads.")] = 1,
+    ] = None,
+    m: Annotated[
+        int | None,
+        typer.Option(
+            "--m", help="Taps that the draft reads. Default: the bundle's draft's, else 1.", show_default=False
+        ),
+    ] = None,
     tau: Annotated[
         str,
         typer.Option(
             "--tau",
             help="Tokens a round, with commas: a number for every shape alike, or SHAPE=NUMBER (chain-4=1.8, "
-            "tree-60=4.29), from which the other shapes' follow. Default: the paper's or the packaged draft's.",
+            "tree-60=4.29), from which the other shapes' follow. Default: the bundle's or the packaged draft's, or the "
+            "paper's.",
         ),
     ] = "",
-    draft_vocab: Annotated[int, typer.Option("--draft-vocab", help="Tokens that the draft can say.")] = 8192,
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(
+            "--draft-vocab",
+            help="Tokens that the draft can say. Default: the bundle's or the packaged draft's own, else 8192.",
+            show_default=False,
+        ),
+    ] = None,
     measure: Annotated[
         Path | None,
         typer.Option(
@@ -61,7 +87,14 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option("--seconds", help="How long to measure, about; 5 to 3600.")] = 60.0,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            "--seconds",
+            help="How long --measure takes, about, opening graphs counted; 5 to 3600. The least that it does, "
+            "everything three times, takes half a minute to a minute on two cores.",
+        ),
+    ] = 60.0,
     threads: opt.Threads = 0,
     work: opt.Work = None,
     json: opt.Json = False,
@@ -72,169 +105,141 @@ def plan(
     this machine.
     """
     from elsi_edge.cli import common
-    from elsi_edge.cli.plan_model import draft_of, find_model
-    from elsi_edge.draft.shapes import tensor_shapes
+    from elsi_edge.cli.plan_model import find_model
+    from elsi_edge.cli.plan_show import show
+    from elsi_edge.errors import UsageError
     from elsi_edge.runtime.device import load_device
-    from elsi_edge.runtime.plan_result import Request, make_plan, parse_taus
-    from elsi_edge.runtime.plan_sizes import draft_sizes
+    from elsi_edge.runtime.plan_advice import advice
+    from elsi_edge.runtime.plan_result import make_plan
+    from elsi_edge.runtime.plan_tau import parse_taus
 
     planned = find_model(model, work)
-    shape = planned.shape
-    chosen: Precision = precision or planned.precision or "int4"
-    tokens = _checked(context, m, draft_vocab, seconds, shape.context)
-    taus = parse_taus(tau or planned.tau)
-    machine = load_device(device) if measure is None else _measure(model, work, measure, seconds, threads)
-    counts = sorted({*_COMPARED, m})
-    drafts = {}
-    for count in counts:
-        config = draft_of(shape, count, draft_vocab, planned.draft)
-        drafts[count] = draft_sizes(config, tensor_shapes(config), _draft_precision(chosen), tokens)
-    result = make_plan(
-        Request(
-            shape=shape,
-            precision=chosen,
-            context=tokens,
-            device=machine,
-            drafts=drafts,
-            m=m,
-            taus=taus,
-            tokenizer=planned.tokenizer,
-        )
+    _check(planned.shape, context=context, m=m, draft_vocab=draft_vocab, seconds=seconds)
+    if measure is not None and device is not None:
+        raise UsageError(f"--measure plans with this machine, but --device is {device}; drop one of them")
+    parse_taus(tau or planned.tau)  # before anything is measured
+    machine = load_device(device or _DEVICE) if measure is None else _measure(model, work, measure, seconds, threads)
+    request, notes = _request(
+        planned, machine, precision=precision, context=context, m=m, tau=tau, draft_vocab=draft_vocab
     )
+    result = make_plan(request)
     tau_note = "given" if tau else planned.tau_note
+    for note in (*planned.notes, *notes, *(machine.notes if measure is None else ())):
+        common.note(f"note: {note}")
     if json:
-        value = {"model": planned.name, **result.to_json(), "tau_note": tau_note, "notes": list(planned.notes)}
+        value = {"model": planned.name, **result.to_json(), "advice": advice(result), "tau_note": tau_note}
+        value["notes"] = [*planned.notes, *notes]
         common.emit_json(value if measure is None else {**value, "device_file": str(measure)})
         return
-    for note in planned.notes:
-        common.note(f"note: {note}")
-    _show(planned.name, result, tau_note)
+    show(planned.name, result, tau_note)
     if measure is not None:
         common.out.print(f"Device: {measure}", soft_wrap=True)
 
 
-def _draft_precision(precision: Precision) -> Precision:
+def _request(
+    planned: "Planned",
+    device: "Device",
+    *,
+    precision: Precision | None,
+    context: int | None,
+    m: int | None,
+    tau: str,
+    draft_vocab: int | None,
+) -> "tuple[Request, list[str]]":
+    """What is to be planned, by the options and by the bundle's own values; and what is to be said of it.
+
+    Raises UsageError for a static bundle that cannot be.
+    """
     from elsi_edge.artifacts import DRAFT_PRECISION
+    from elsi_edge.cli.plan_model import draft_of, planned_form, static_notes
+    from elsi_edge.draft.shapes import tensor_shapes
+    from elsi_edge.runtime.plan_result import Request
+    from elsi_edge.runtime.plan_sizes import draft_sizes
+    from elsi_edge.runtime.plan_static import DEFAULT_SLOTS
+    from elsi_edge.runtime.plan_tau import parse_taus
 
-    return DRAFT_PRECISION[precision]
+    shape = planned.shape
+    chosen, form = planned_form(planned, device, precision)
+    notes = [] if form is None else static_notes(planned, device, form, context)
+    if form is None:
+        # A bundle's tables are as it was exported; of a model they are as an export with this --context, or none.
+        exported = planned.context or context or shape.context
+        tokens = min(_CONTEXT, exported) if context is None else context
+        if planned.context is not None and tokens > exported:
+            notes.append(f"the bundle was exported for {exported:,} tokens; --context {tokens} takes another export")
+            exported = tokens
+    else:
+        own = planned.context if planned.static is not None else context
+        exported = tokens = own or min(DEFAULT_SLOTS, shape.context)
+    taps = m or (1 if planned.draft is None else planned.draft.m)
+    of_draft = DRAFT_PRECISION[chosen] if form is None else chosen
+    drafts = {}
+    for count in sorted({*_COMPARED, taps}):
+        config = draft_of(shape, count, draft_vocab, planned.draft)
+        drafts[count] = draft_sizes(config, tensor_shapes(config), of_draft, exported, static=form is not None)
+    request = Request(
+        shape=shape,
+        precision=chosen,
+        context=tokens,
+        device=device,
+        drafts=drafts,
+        m=taps,
+        taus=parse_taus(tau or planned.tau),
+        tokenizer=planned.tokenizer,
+        positions=exported,
+        static=form,
+    )
+    return request, notes
 
 
-def _checked(context: int | None, m: int, draft_vocab: int, seconds: float, limit: int) -> int:
-    """Tokens of the context. Raises UsageError for what is out of range."""
+def _check(shape: "ModelShape", *, context: int | None, m: int | None, draft_vocab: int | None, seconds: float) -> None:
+    """Raise UsageError for a number out of range."""
     from elsi_edge.errors import UsageError
 
-    if context is not None and not 16 <= context <= limit:
-        raise UsageError(f"--context is {context}, it must be at least 16 and at most the model's {limit}")
-    if not 1 <= m <= _MOST_TAPS:
+    if context is not None and not 16 <= context <= shape.context:
+        raise UsageError(f"--context is {context}, it must be at least 16 and at most the model's {shape.context}")
+    if m is not None and not 1 <= m <= _MOST_TAPS:
         raise UsageError(f"--m is {m}, it must be from 1 to {_MOST_TAPS}")
-    if draft_vocab < 1:
-        raise UsageError(f"--draft-vocab is {draft_vocab}, it must be at least 1")
+    if draft_vocab is not None and not 1 <= draft_vocab <= shape.vocab_size:
+        raise UsageError(
+            f"--draft-vocab is {draft_vocab}, it must be at least 1 and at most the model's {shape.vocab_size} tokens"
+        )
     if not 5 <= seconds <= 3600:
         raise UsageError(f"--seconds is {seconds:g}, it must be from 5 to 3600")
-    return min(_CONTEXT, limit) if context is None else context
 
 
 def _measure(model: str, work: Path | None, path: Path, seconds: float, threads: int) -> "Device":
+    from elsi_edge.builtin import NAME
     from elsi_edge.bundle import Bundle
     from elsi_edge.bundle_ref import find_bundle
     from elsi_edge.cli import common
+    from elsi_edge.errors import BundleError
     from elsi_edge.fsio import require_writable
     from elsi_edge.runtime.measure_device import DeviceSettings, measure_device
     from elsi_edge.runtime.options import SessionSettings
 
     require_writable(path)
-    bundle: Bundle = Bundle.load(find_bundle(model, work).directory)
+    try:
+        found = find_bundle(model, work)
+    except BundleError as error:
+        raise BundleError(
+            f"--measure runs a bundle, and there is none of {model!r} here; give a bundle's directory, of any model: "
+            f"its device file plans every other one. From scratch: elsi-edge export {NAME}"
+        ) from error
+    bundle: Bundle = Bundle.load(found.directory)
     settings = SessionSettings(threads=threads, tuning=False)
-    device = measure_device(bundle, settings, DeviceSettings(seconds=seconds), lambda text: common.note(f"{text} ..."))
-    device.save(path)
-    return device
+    with common.progress("measuring this machine", 1.0, "") as bar:
+        passed = 0.0
 
+        def done(share: float) -> None:
+            nonlocal passed
+            bar.advance(share - passed)
+            passed = share
 
-def _show(name: str, plan: "PlanResult", tau_note: str) -> None:
-    from elsi_edge.cli import common
-    from elsi_edge.runtime.plan_result import advice
-
-    request, device = plan.request, plan.request.device
-    kind = "projection from public figures" if device.kind == "projection" else f"measured, {plan.kernels} kernels"
-    common.out.print(f"{name} at {request.precision} on {device.name} ({kind})", soft_wrap=True)
-    common.out.print(_sizes(plan))
-    common.out.print(_memory(plan))
-    common.out.print(_calls(plan))
-    common.out.print(
-        f"plain: {plan.plain_tokens_per_s:.1f} tokens/s after {plan.past} tokens; drafting with m = {request.m}:"
-    )
-    common.out.print(_rounds(plan))
-    common.out.print(f"tau: {tau_note}", soft_wrap=True)
-    for line in advice(plan):
-        common.out.print(f"- {line}", soft_wrap=True)
-    for note in device.notes:
-        common.note(f"note: {note}")
-
-
-def _table(*columns: str) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="right" if index else "left", no_wrap=True)
-    return table
-
-
-def _sizes(plan: "PlanResult") -> Any:
-    """The bundle by component, with drafts of several numbers of taps side by side."""
-    from elsi_edge.cli.common import size_text
-
-    drafts = plan.request.drafts
-    table = _table("bundle", *(f"m = {m}" for m in drafts))
-    ours = drafts[plan.request.m].bytes
-    for part, size in plan.sizes.items():
-        if size:
-            cells = [draft.bytes[part] if part in ours else size for draft in drafts.values()]
-            table.add_row(part, *map(size_text, cells))
-    rest = plan.bundle_bytes - drafts[plan.request.m].total
-    table.add_section()
-    table.add_row("together", *(size_text(rest + draft.total) for draft in drafts.values()))
-    return table
-
-
-def _memory(plan: "PlanResult") -> Any:
-    from elsi_edge.cli.common import size_text
-
-    request = plan.request
-    table = _table(f"memory at {request.context} tokens", "")
-    for part, size in plan.memory.parts.items():
-        table.add_row(part, size_text(size))
-    table.add_section()
-    table.add_row("peak, about", size_text(plan.memory.peak))
-    each = size_text(1000 * request.shape.kv_bytes_per_token())
-    table.add_row("keys and values of 1,000 tokens", each)
-    return table
-
-
-def _calls(plan: "PlanResult") -> Any:
-    from elsi_edge.cli.common import size_text
-
-    table = _table("rows", "ms", "times one", "products", "attention", "operators", "read", "Gop", "limited by")
-    one = plan.calls[0].ms
-    for call in plan.calls:
-        parts = (call.matrices_ms, call.attention_ms, call.operators_ms)
-        table.add_row(
-            *(str(call.rows), f"{call.ms:.1f}", f"{call.ms / one:.2f}", *(f"{part:.1f}" for part in parts)),
-            *(size_text(call.read_bytes), f"{call.operations / 1e9:.1f}", call.bound),
+        device = measure_device(
+            bundle, settings, DeviceSettings(seconds=seconds), lambda text: common.note(f"{text} ..."), done
         )
-    return table
-
-
-def _rounds(plan: "PlanResult") -> Any:
-    taus = [tau.name for tau in plan.request.taus]
-    columns = [text for name in taus for text in (f"tau ({name})", "tokens/s", "times")]
-    table = _table("shape", "verify ms", "draft ms", "break-even tau", *columns)
-    for round_ in plan.rounds:
-        cells = []
-        for speed in round_.speeds:
-            found = () if speed is None else (speed.tau, speed.tokens_per_s, speed.speedup)
-            cells += [f"{value:.2f}" for value in found] or ["-"] * 3
-        least = f"{round_.break_even_tau:.2f}" if round_.can_pay else f"{round_.break_even_tau:.2f} (never)"
-        table.add_row(round_.drafting.name, f"{round_.verify_ms:.1f}", f"{round_.draft_ms:.1f}", least, *cells)
-    return table
+    device.save(path)
+    for note in device.notes:
+        common.note(f"warning: {note}")
+    return device

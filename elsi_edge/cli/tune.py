@@ -38,8 +38,8 @@ def tune(
     """Measure what verifying and drafting cost on this device, and choose the chain or tree, or none, that pays.
 
     Writes BUNDLE.tuning.json beside the bundle (and a picture of the cost curve where matplotlib is installed), which
-    generate, chat and bench then use. It holds for this machine, number of threads and bundle alone. Ctrl-C ends it
-    and leaves an earlier file as it was.
+    generate, chat and bench then use. It holds for this machine, number of threads and bundle alone; --threads has a
+    file of its own. Ctrl-C ends it and leaves an earlier file as it was.
     """
     from elsi_edge.bundle_ref import find_bundle
     from elsi_edge.cli import common
@@ -52,7 +52,7 @@ def tune(
 
     settings = TuneSettings(seconds=seconds)
     found = find_bundle(bundle, work)
-    require_writable(tuning_path(found.directory))
+    require_writable(tuning_path(found.directory, threads))
     session = Session.open(found.directory, SessionSettings(threads=threads, provider=provider, tuning=False))
     if found.note:
         common.note(found.note)
@@ -94,7 +94,8 @@ def _show(tuned: "Tuned") -> None:
     tuning = tuned.tuning
     machine = tuning.machine
     common.out.print(
-        f"{tuning.model}, {tuning.precision}; {machine.threads} threads, {machine.provider}, {machine.cpu}",
+        f"{tuning.model}, {tuning.precision}; {common.counted(machine.threads, 'thread')}, {machine.provider}, "
+        f"{machine.cpu}",
         soft_wrap=True,
     )
     for line in curve_lines(tuning):

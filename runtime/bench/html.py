@@ -12,6 +12,9 @@ _PACKAGE, _PAGE = "elsi_edge.runtime.bench", "report.html.j2"
 _WIDTH, _HEIGHT, _MARGIN = 640.0, 260.0, 46.0  # of a chart, user units
 
 
+_SHARES = {"propose": "drafting", "verify": "the target's calls", "other": "the rest"}  # of a round's time
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """A stretch of a stacked bar."""
@@ -57,7 +60,7 @@ def render(report: Mapping[str, Any]) -> str:
         css=report_css(),
         r=report,
         fastest=_fastest(report),
-        shares=_parts(report.get("shares") or {}),
+        shares=_parts({_SHARES[name]: share for name, share in (report.get("shares") or {}).items()}),
         memory=_memory(report.get("memory")),
         curve=_cost_curve(report),
         sustained=_sustained(report.get("sustained")),
@@ -97,7 +100,7 @@ def _memory(memory: Mapping[str, Any] | None) -> list[Part]:
 
 def _cost_curve(report: Mapping[str, Any]) -> Chart | None:
     roofline = report.get("roofline")
-    if not roofline:
+    if not roofline or len(roofline["verify"]) < 2:  # every call of a static bundle has the same rows
         return None
     rows = [point["rows"] for point in roofline["verify"]]
     lines = {"limit (memory or compute)": [point["limit_ms"] for point in roofline["verify"]]}
@@ -126,12 +129,15 @@ def _ratios(answers: Sequence[Mapping[str, Any]]) -> Chart | None:
         return None
     places = [float(place) for place in range(1, len(found) + 1)]
     lines = {"speculative over plain": found, "no gain": [1.0] * len(found)}
-    return chart(places, lines, x_name="answers, slowest first", y_name="speed-up")
+    right = 4.0 * math.ceil(len(found) / 4)  # so that the ticks are whole answers
+    return chart(places, lines, x_name="answers, slowest first", y_name="speed-up", right=right)
 
 
-def chart(xs: Sequence[float], lines: Mapping[str, Sequence[float]], *, x_name: str, y_name: str) -> Chart:
-    """Curves over common places; both axes start at 0."""
-    right, top = _round_up(max(xs)), _round_up(max(max(values) for values in lines.values()) or 1.0)
+def chart(
+    xs: Sequence[float], lines: Mapping[str, Sequence[float]], *, x_name: str, y_name: str, right: float = 0.0
+) -> Chart:
+    """Curves over common places; both axes start at 0, and that of places ends at `right` where one is given."""
+    right, top = right or _round_up(max(xs)), _round_up(max(max(values) for values in lines.values()) or 1.0)
 
     def at(x: float, y: float) -> tuple[float, float]:
         across, up = (_WIDTH - 2 * _MARGIN) * x / right, (_HEIGHT - 2 * _MARGIN) * y / top

@@ -1,9 +1,12 @@
 """Spread of what was measured: percentiles, and percentile bootstrap over answers (Efron, Tibshirani, 1993). Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+# A figure of answers: float64 [..., answers, values of an answer] to [...].
+Figure = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
 _RESAMPLES = 2000
 _LEVEL = 0.95
@@ -25,6 +28,36 @@ def interval_of_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[f
     draws = _draws(len(above))
     sums = [np.asarray(values, np.float64)[draws].sum(axis=1) for values in (above, below)]
     return _bounds(sums[0] / sums[1]) if sums[1].min() > 0.0 else None
+
+
+def interval_of_change(
+    before: NDArray[np.float64], after: NDArray[np.float64], figure: Figure
+) -> tuple[float, float] | None:
+    """95 % interval of figure(after) / figure(before), the same answers drawn on both sides (paired).
+
+    before, after: float64 [answers, values]. None for fewer than two answers, or where a draw has no figure.
+    """
+    if len(before) < 2:
+        return None
+    draws = _draws(len(before))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        figures = np.stack([figure(before[draws]), figure(after[draws])])  # [2, resamples]
+    if not np.isfinite(figures).all() or figures[0].min() <= 0.0:
+        return None
+    return _bounds(figures[1] / figures[0])
+
+
+def ratio_of_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A `Figure`: the sum of the first of two values over that of the second."""
+    sums = values.sum(axis=-2)
+    found: NDArray[np.float64] = sums[..., 0] / sums[..., 1]
+    return found
+
+
+def median_of_ratios(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A `Figure`: the median over answers of the first of two values over the second."""
+    found: NDArray[np.float64] = np.median(values[..., 0] / values[..., 1], axis=-1)
+    return found
 
 
 def percentiles(values: Sequence[float], weights: Sequence[float], shares: Sequence[float]) -> list[float | None]:

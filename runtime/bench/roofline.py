@@ -63,6 +63,7 @@ class Roofline:
     past: int  # tokens in the cache
     verify: tuple[Point, ...]
     step_ms: float  # of plain decoding, measured in this run
+    fixed_rows: int | None  # that every call computes, of a static bundle, whose `verify` has that point alone
     free_rows_on_paper: int  # the most rows that reading the weights hides
     free_rows_measured: int | None  # the most rows that take at most 1.1 times one, by the tuning; None without one
 
@@ -75,15 +76,21 @@ class Roofline:
     def words(self) -> tuple[str, ...]:
         """What it means, a sentence each."""
         one = self.verify[0]
+        step = "a plain step" if self.fixed_rows is None else f"a plain step, all {self.fixed_rows} rows of its graph,"
         bound = "reading memory" if one.memory_ms >= one.compute_ms else "computing"
         said = [
-            f"a plain step reads {one.bytes / 1e6:.0f} MB and computes {one.operations / 1e9:.2f} GOP; on paper it is "
+            f"{step} reads {one.bytes / 1e6:.0f} MB and computes {one.operations / 1e9:.2f} GOP; on paper it is "
             f"bound by {bound} and takes {one.limit_ms:.2f} ms, measured {self.step_ms:.2f} ms: {self.reached:.0%} of "
             "the limit",
+        ]
+        if self.fixed_rows is not None:
+            said.append(f"the graphs are of fixed size: {self.fixed_rows - 1} candidates cost nothing more to verify")
+            return tuple(said)
+        said.append(
             "on paper a second row is not free: computing takes longer than reading the weights"
             if self.free_rows_on_paper == 1
-            else f"on paper {self.free_rows_on_paper} rows cost what one does: reading the weights hides their work",
-        ]
+            else f"on paper {self.free_rows_on_paper} rows cost what one does: reading the weights hides their work"
+        )
         two = self.verify[1]
         if self.free_rows_measured is not None and self.free_rows_measured > 1:
             said.append(f"measured, {self.free_rows_measured} rows cost at most {_FREE:g} times one")
@@ -122,10 +129,13 @@ def roofline(
     step_ms: float,
     ceilings: Ceilings,
     tuning: Tuning | None,
+    fixed_rows: int | None = None,
 ) -> Roofline:
-    """Of calls after `past` cached tokens; `step_ms` is a plain step as measured. Pure."""
+    """Of calls after `past` cached tokens; `step_ms` is a plain step as measured, `fixed_rows` what every call of a
+    static bundle computes. Pure."""
     measured = None if tuning is None else min(tuning.curves, key=lambda curve: abs(curve.past - past)).verify_ms
-    points = tuple(_point(shape, precision, rows, past, ceilings, measured) for rows in ROWS)
+    counts_of_rows = ROWS if fixed_rows is None else (fixed_rows,)
+    points = tuple(_point(shape, precision, rows, past, ceilings, measured) for rows in counts_of_rows)
     hidden = [point.rows for point in points if point.compute_ms <= point.memory_ms]
     free = None
     if measured is not None:
@@ -136,7 +146,8 @@ def roofline(
         past=past,
         verify=points,
         step_ms=step_ms,
-        free_rows_on_paper=max(hidden, default=1),
+        fixed_rows=fixed_rows,
+        free_rows_on_paper=fixed_rows or max(hidden, default=1),
         free_rows_measured=free,
     )
 

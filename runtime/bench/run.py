@@ -31,6 +31,8 @@ class BenchSettings:
     seconds: float = 0.0  # go over the prompts again and again for so long; 0 = once
 
     def __post_init__(self) -> None:
+        if self.max_tokens == 1:
+            raise ConfigError("--max-tokens is 1, and speeds are of the tokens after the first: it must be at least 2")
         if self.repeats < 1:
             raise ConfigError(f"--repeats is {self.repeats}, it must be at least 1")
         if not 0.0 <= self.seconds <= MAX_SECONDS:
