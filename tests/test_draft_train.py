@@ -307,3 +307,18 @@ def test_loading_a_draft_needs_no_torch() -> None:
 
     code = "import sys; sys.modules['torch'] = None; import elsi_edge.draft.checkpoint"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_sitting_reports_its_own_share(shards: Path, model: Path, tmp_path: Path) -> None:
+    class Sum(StopAt):
+        done = 0.0
+
+        def advance(self, share: float) -> None:
+            self.done += share
+            super().advance(share)
+
+    first, second = Sum(4, "interrupt"), Sum(100, "interrupt")
+    with pytest.raises(KeyboardInterrupt):
+        train(shards, model, tmp_path, settings(steps=8), reporter=first)
+    train(shards, model, tmp_path, settings(steps=8), reporter=second)
+    assert first.done == pytest.approx(0.5) and second.done == pytest.approx(1.0)

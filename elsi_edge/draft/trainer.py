@@ -84,13 +84,14 @@ class Trainer:
         if self.judge.evaluated < 0:
             self._evaluate()
         share, _, _ = self._agree(stopped)
+        left = max(1.0 - share, 1e-9)  # of the budget for this sitting, which is what is reported
         while share < 1.0 and not self.judge.worn_out():
             steps_before, whole = self.step, self.next_batch == 0
             for rows in self._remaining_batches():
                 self._train_step(rows, share)
                 if self.step != self.judge.evaluated and self.step % self.settings.evaluate_every == 0:
                     self._evaluate()
-                self.reporter.advance(max(0.0, min(1.0, self._progress()) - share))
+                self.reporter.advance(max(0.0, min(1.0, self._progress()) - share) / left)
                 share, save, stop = self._agree(stopped)
                 if save or stop:
                     self._save()
