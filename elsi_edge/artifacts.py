@@ -180,6 +180,16 @@ class DraftConfig:
         """E of the target: of its states and its embeddings."""
         return self.target_width or self.width
 
+    @property
+    def trained_for(self) -> Precision:
+        """The precision whose rounding its training saw, "fp32" for none."""
+        found = self.training.get("settings", {}).get("qat", "fp32")
+        return found if found in PRECISIONS else "fp32"
+
+    def precision_beside(self, target: Precision) -> Precision:
+        """Of its weights in a bundle of that precision, unless asked otherwise: what it was trained for comes first."""
+        return DRAFT_PRECISION[target] if self.trained_for == "fp32" else self.trained_for
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
         return {"format": "elsi-edge-draft", **to_plain(self), "selection": self.selection.to_json()}

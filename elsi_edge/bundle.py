@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
 from elsi_edge._version import __version__
-from elsi_edge.artifacts import DraftConfig, LayerSelection, ModelShape, Precision, from_plain, to_plain
+from elsi_edge.artifacts import BITS, DraftConfig, LayerSelection, ModelShape, Precision, from_plain, to_plain
 from elsi_edge.errors import BundleError, ConfigError
 from elsi_edge.fsio import new_directory, sha256_file, storage_errors, write_json
 
@@ -111,6 +111,12 @@ class BundleManifest:
     def plain_only(self) -> bool:
         """Whether there is no draft."""
         return self.draft is None
+
+    @property
+    def draft_precision(self) -> Precision:
+        """Of the draft's matrices, as the bundle was exported; the target's in a plain-only bundle."""
+        recipe = self.quantisation.get("draft") or {}
+        return next((name for name, bits in BITS.items() if bits == recipe.get("bits")), self.precision)
 
     @property
     def tap_width(self) -> int:

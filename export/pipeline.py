@@ -26,7 +26,7 @@ class ExportSettings:
     """How a bundle is made."""
 
     precision: Precision = "int4"
-    draft_precision: Precision | None = None  # None = DRAFT_PRECISION of the target's
+    draft_precision: Precision | None = None  # None = the draft's own beside the target's
     context: int | None = None  # tokens; None = the model's own limit
     replace: bool = False  # an existing bundle at the same place
     recipe: Recipe | None = None  # bits by matrix and the rounding; None = `precision` throughout
@@ -48,6 +48,8 @@ def export_bundle(
     """
     context = check_request(source, settings.context)
     draft_precision = settings.draft_precision or DRAFT_PRECISION[settings.precision]
+    if draft is not None and settings.draft_precision is None:
+        draft_precision = draft.config.precision_beside(settings.precision)
     recipe = settings.recipe or Recipe(bits=BITS[settings.precision])
     codec = TextCodec.from_model_dir(source.directory)
     if draft is not None:

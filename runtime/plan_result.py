@@ -37,6 +37,7 @@ class Request:
     tokenizer: int | None = None  # bytes of tokenizer.json where it is known
     positions: int | None = None  # tokens that the bundle is exported for, and its tables of angles; None = context
     static: StaticForm | None = None  # of graphs of fixed size, for NPUs
+    draft_precision: Precision | None = None  # that `drafts` have; None = DRAFT_PRECISION of `precision`
 
     @property
     def exported(self) -> int:
@@ -154,7 +155,8 @@ def _cost_model(request: Request) -> CostModel:
     shape, device, precision = request.shape, request.device, request.precision
     draft = request.drafts[request.m]
     if request.static is None:
-        return CostModel(shape, device, precision, device.best_kernels(precision), draft, DRAFT_PRECISION[precision])
+        of_draft = request.draft_precision or DRAFT_PRECISION[precision]
+        return CostModel(shape, device, precision, device.best_kernels(precision), draft, of_draft)
     computed = computed_precision(device, precision, request.static)
     return StaticCostModel(shape, device, computed, request.static, request.context, draft)
 

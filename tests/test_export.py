@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 import pytest
 
-from elsi_edge.artifacts import LayerSelection
+from elsi_edge.artifacts import BITS, LayerSelection, Precision
 from elsi_edge.bundle import Bundle
 from elsi_edge.draft.checkpoint import load_draft
 from elsi_edge.errors import DraftError, ElsiError, ModelError, ParityError, StorageError, UsageError
@@ -31,6 +31,18 @@ def test_bundle_holds_what_its_precision_needs(tiny_bundle: MakeBundle, precisio
     assert manifest.quantisation["target"].get("block") == (None if precision == "fp32" else 32)
     assert manifest.quantisation["draft"]["bits"] == (4 if precision == "int4" else 8)
     assert "work" not in {name.split("/")[0] for name in manifest.files}
+
+
+@pytest.mark.parametrize(("asked", "bits"), [(None, 4), ("fp32", 32)])
+def test_a_draft_trained_for_int4_stays_int4_in_a_finer_bundle(
+    tiny_model: TinyModel, tmp_path: Path, asked: Precision | None, bits: int
+) -> None:
+    draft = load_draft(tiny_model.draft)
+    aware = replace(draft, config=replace(draft.config, training={"settings": {"qat": "int4"}}))
+    settings = ExportSettings(precision="int8", draft_precision=asked)
+    manifest = export_bundle(resolve(str(tiny_model.model)), tmp_path / "bundle", settings, draft=aware)
+    assert manifest.quantisation["draft"]["bits"] == bits and BITS[manifest.draft_precision] == bits
+    assert manifest.quantisation["target"]["bits"] == 8
 
 
 def test_fp32_equals_torch(tiny_model: TinyModel, tmp_path: Path) -> None:

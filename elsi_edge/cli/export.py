@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from elsi_edge.artifacts import DRAFT_PRECISION, Precision
+from elsi_edge.artifacts import Precision
 from elsi_edge.cli import options as opt
 from elsi_edge.cli.extras import EXPORT, require_build
 
@@ -65,7 +65,10 @@ def export(
     ] = None,
     draft_precision: Annotated[
         Precision | None,
-        typer.Option(help="Of the draft's weights, which never change tokens (default: int4 with int4, else int8)."),
+        typer.Option(
+            help="Of the draft's weights, which never change tokens (default: what it was trained for with --qat, else "
+            "int4 with int4, else int8)."
+        ),
     ] = None,
     recipe: Annotated[
         Path | None,
@@ -137,8 +140,7 @@ def export(
         precision=precision, draft_precision=draft_precision, context=context, replace=force, recipe=chosen_recipe
     )
     manifest = write_bundle(source, target, static or settings, None if loaded is None else loaded[1])
-    drafts = precision if npu else draft_precision or DRAFT_PRECISION[precision]
-    show(manifest, target, drafts, json=json)
+    show(manifest, target, manifest.draft_precision, json=json)
     say_next(manifest, model, target, place)
 
 

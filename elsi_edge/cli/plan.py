@@ -172,7 +172,8 @@ def _request(
         own = planned.context if planned.static is not None else context
         exported = tokens = own or min(DEFAULT_SLOTS, shape.context)
     taps = m or (1 if planned.draft is None else planned.draft.m)
-    of_draft = DRAFT_PRECISION[chosen] if form is None else chosen
+    alone = DRAFT_PRECISION[chosen] if planned.draft is None else planned.draft.precision_beside(chosen)
+    of_draft = alone if form is None else chosen
     drafts = {}
     for count in sorted({*_COMPARED, taps}):
         config = draft_of(shape, count, draft_vocab, planned.draft)
@@ -188,6 +189,7 @@ def _request(
         tokenizer=planned.tokenizer,
         positions=exported,
         static=form,
+        draft_precision=of_draft,
     )
     return request, notes
 

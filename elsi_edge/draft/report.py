@@ -7,7 +7,7 @@ class Reporter(Protocol):
     """Receives progress; the command line draws a bar, tests pass `Silent`."""
 
     def advance(self, amount: float) -> None:
-        """More of the stage's own unit is done (rows for distillation, share of what is left of the budget for training)."""
+        """More of the stage's own unit is done (rows for distillation, share of this sitting for training)."""
         ...
 
     def note(self, text: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elsi_edge.artifacts import BYTES_PER_WEIGHT, DRAFT_PRECISION
+from elsi_edge.artifacts import BYTES_PER_WEIGHT
 from elsi_edge.bundle import BundleManifest
 from elsi_edge.errors import BundleError
 from elsi_edge.runtime.memory import Footprint, footprint
@@ -65,8 +65,7 @@ def one_tap(manifest: BundleManifest) -> OneTap | None:
     draft = manifest.draft
     if draft is None:
         return None
-    precision = DRAFT_PRECISION[manifest.precision]
-    per_tap = draft.width * draft.embedding_width * BYTES_PER_WEIGHT[precision]
+    per_tap = draft.width * draft.embedding_width * BYTES_PER_WEIGHT[manifest.draft_precision]
     saved = round((3 - draft.m) * per_tap)
     return OneTap(
         taps=draft.m,

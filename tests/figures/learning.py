@@ -37,6 +37,7 @@ VARIANTS: Mapping[str, str] = {
     "half the MLP": "--mlp-width 768",
     "two blocks": "--depth 2",
     "no average": "--ema 0",
+    "rounded to 4 bits": "--qat int4",  # in its scores too
 }
 EVERY_RUN = "--taps 27 --ema 0.99 --evaluate-every 40"
 
