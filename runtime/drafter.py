@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from elsi_edge.runtime.draft import DraftStep
 from elsi_edge.runtime.tree import ROOT
 
-WINDOW = 64  # rows that are read at once at most; tau on long prompts was the same with 32 to 4096
+# Rows that are read at once at most. Tau is 2 % higher with 256, and reading them costs an answer about as much.
+WINDOW = 64
 
 
 class Draft(Protocol):
