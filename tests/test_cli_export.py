@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elsi_edge import fsio, packaged, prompts
-from elsi_edge.artifacts import LayerSelection, PromptRow
+from elsi_edge.artifacts import BITS, LayerSelection, PromptRow
 from elsi_edge.bundle import Bundle, BundleManifest
 from elsi_edge.draft.checkpoint import load_config
 from elsi_edge.errors import DraftError
@@ -29,7 +29,10 @@ def calls(monkeypatch: pytest.MonkeyPatch, tiny_bundle: Callable[..., Path]) -> 
     def export(source: Any, out: Path, settings: Any, *, draft: Any, say: Callable[[str], None]) -> BundleManifest:
         say("building")
         seen.append({"out": out, "settings": settings, "draft": draft})
-        return manifest if draft is not None else replace(manifest, draft=None, selection=None)
+        if draft is None:
+            return replace(manifest, draft=None, selection=None)
+        bits = BITS[settings.draft_precision or "int4"]
+        return replace(manifest, quantisation={**manifest.quantisation, "draft": {"bits": bits}})
 
     monkeypatch.setattr(pipeline, "export_bundle", export)
     monkeypatch.setattr(packaged, "packaged_draft", lambda: None)
