@@ -27,6 +27,7 @@ FINAL_NORM = -1  # in a list of taps to read: the state after the final norm (EA
 
 METHODS: tuple[Method, ...] = get_args(Method)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+BLOCK = 32  # weights along a row that share a scale, at 4 and 8 bits
 BITS: Mapping[Precision, int] = {"int4": 4, "int8": 8, "fp32": 32}  # of a weight
 # Scales included: a float32 for every block of 32 weights. The last block of a row is padded, which is not counted.
 BYTES_PER_WEIGHT: Mapping[Precision, float] = {"int4": 5 / 8, "int8": 9 / 8, "fp32": 4.0}
@@ -186,10 +187,6 @@ class DraftConfig:
         found = self.training.get("settings", {}).get("qat", "fp32")
         return found if found in PRECISIONS else "fp32"
 
-    def precision_beside(self, target: Precision) -> Precision:
-        """Of its weights in a bundle of that precision, unless asked otherwise: what it was trained for comes first."""
-        return DRAFT_PRECISION[target] if self.trained_for == "fp32" else self.trained_for
-
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
         return {"format": "elsi-edge-draft", **to_plain(self), "selection": self.selection.to_json()}
@@ -201,6 +198,12 @@ class DraftConfig:
         _require(isinstance(value.get("selection"), Mapping), f"{source}: the key 'selection' is missing")
         selection = LayerSelection.from_json(value["selection"], source)
         return from_plain(cls, {**value, "selection": selection}, source, ignore=("format",))
+
+
+def usual_draft_precision(target: Precision, draft: DraftConfig | None) -> Precision:
+    """Of a draft's weights in a bundle of precision `target` unless asked otherwise: what it was trained for, if so."""
+    own = "fp32" if draft is None else draft.trained_for
+    return DRAFT_PRECISION[target] if own == "fp32" else own
 
 
 @dataclass(frozen=True, kw_only=True)

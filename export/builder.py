@@ -13,13 +13,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from elsi_edge.artifacts import ModelShape
+from elsi_edge.artifacts import BLOCK, ModelShape
 from elsi_edge.errors import MissingExtraError, ModelError
 from elsi_edge.export import embedding, quantise, surgery, windows
 from elsi_edge.export.builder_fixes import corrected
 from elsi_edge.export.quantise import Moments
 from elsi_edge.export.recipe import LM_HEAD, Recipe
-from elsi_edge.export.rounding import BLOCK
 from elsi_edge.model_shape import require_family
 
 WEIGHTS_FILE = "target.weights"

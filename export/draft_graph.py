@@ -15,12 +15,12 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from elsi_edge.artifacts import BITS, DraftConfig, Precision
+from elsi_edge.artifacts import BITS, BLOCK, DraftConfig, Precision
 from elsi_edge.bundle import DRAFT_VOCAB_FILE, GraphRole
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.draft.shapes import block_prefixes
 from elsi_edge.export import embedding, native_draft, surgery
-from elsi_edge.export.rounding import ACCURACY_LEVEL, BLOCK
+from elsi_edge.export.rounding import ACCURACY_LEVEL
 
 _EMBEDDED = "embedded"
 _MICROSOFT = "com.microsoft"

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from elsi_edge.artifacts import BLOCK
 from elsi_edge.errors import ModelError
 from elsi_edge.export import offsets
 from elsi_edge.export.native_blocks import fold_blocks
-from elsi_edge.export.rounding import ACCURACY_LEVEL, BLOCK
+from elsi_edge.export.rounding import ACCURACY_LEVEL
 from elsi_edge.export.surgery import attentions, load_graph, save_graph
 from elsi_edge.runtime.tree import bias_window
 

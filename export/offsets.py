@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from elsi_edge.export.rounding import BLOCK, Floats, pack, quantise
+from elsi_edge.artifacts import BLOCK
+from elsi_edge.export.rounding import Floats, pack, quantise
 
 BITS = 4
 OFFSET_BITS = 8

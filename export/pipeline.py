@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elsi_edge.artifacts import BITS, BYTES_PER_WEIGHT, DRAFT_PRECISION, LayerSelection, Precision
+from elsi_edge.artifacts import BITS, BYTES_PER_WEIGHT, LayerSelection, Precision, usual_draft_precision
 from elsi_edge.bundle import NATIVE_FORMAT, BundleManifest, GraphRole, StaticForm, is_native, new_bundle
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.errors import DraftError, UsageError
@@ -47,9 +47,8 @@ def export_bundle(
     graph does not compute what the source computes, StorageError; in each case nothing is left at `out`.
     """
     context = check_request(source, settings.context)
-    draft_precision = settings.draft_precision or DRAFT_PRECISION[settings.precision]
-    if draft is not None and settings.draft_precision is None:
-        draft_precision = draft.config.precision_beside(settings.precision)
+    own = usual_draft_precision(settings.precision, None if draft is None else draft.config)
+    draft_precision = settings.draft_precision or own
     recipe = settings.recipe or Recipe(bits=BITS[settings.precision])
     codec = TextCodec.from_model_dir(source.directory)
     if draft is not None:

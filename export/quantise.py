@@ -8,9 +8,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from elsi_edge.artifacts import BLOCK
 from elsi_edge.export import offsets, surgery
 from elsi_edge.export.recipe import Recipe, matrix_name
-from elsi_edge.export.rounding import ACCURACY_LEVEL, BLOCK, Floats, quantise
+from elsi_edge.export.rounding import ACCURACY_LEVEL, Floats, quantise
 
 Blocks = tuple[NDArray[np.uint8], Floats]  # levels and scales, as MatMulNBits takes them
 Moments = Callable[[str], Floats]  # the mean outer product [K, K] of the inputs of a matrix, by its name

@@ -23,9 +23,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
 
-from elsi_edge.artifacts import BITS, Precision
+from elsi_edge.artifacts import BITS, BLOCK, Precision
 from elsi_edge.errors import ConfigError, UsageError
-from elsi_edge.export.rounding import ACCURACY_LEVEL, BLOCK, Rounding
+from elsi_edge.export.rounding import ACCURACY_LEVEL, Rounding
 
 LM_HEAD = "lm_head"
 HEAD_BITS = 8  # of the lm_head beside matrices of 4 bits, unless said: it costs a tenth more bytes and halves the loss

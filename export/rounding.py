@@ -15,11 +15,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from elsi_edge.artifacts import BLOCK
+
 Rounding = Literal["nearest", "least-squares", "compensated"]
 Floats = NDArray[np.float32]
 Levels = NDArray[np.int16]
 
-BLOCK = 32  # weights that share a scale
 # Of MatMulNBits: activations in 8 bits; with symmetric blocks of 32, a row's bits do not depend on its company.
 ACCURACY_LEVEL = 4
 _ROWS = 2048  # output rows at a time: bounds the temporaries

@@ -10,7 +10,6 @@ took less than nothing, and what else ran on the machine meanwhile.
 """
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from elsi_edge.bundle import Bundle
 from elsi_edge.errors import UsageError
 from elsi_edge.machine import cores, cpu_name
 from elsi_edge.runtime import native_ops
-from elsi_edge.runtime.bench.noise import Ticks, load_between, noise_words
+from elsi_edge.runtime.bench.noise import Ticks, load_since, noise_words
 from elsi_edge.runtime.device import ROWS, Device, Kernels
 from elsi_edge.runtime.engines import BundleEngines
 from elsi_edge.runtime.measure import copy_bandwidth, matrix_peak, middle_mean, read_bandwidth, time_verify
@@ -120,8 +119,7 @@ def measure_device(
     )
     device = _with_overheads(plain, bundle, settings, how, schedule)
     done(1.0)
-    load = load_between(before, Ticks.now(), cores=os.cpu_count() or 1)
-    return replace(device, notes=(*noise_words(load, None, None), *notes, *device.notes))
+    return replace(device, notes=(*noise_words(load_since(before), None, None), *notes, *device.notes))
 
 
 def product_times(

@@ -8,6 +8,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from elsi_edge.artifacts import BLOCK
 from elsi_edge.errors import BundleError
 from elsi_edge.runtime import native_ops, onnx_bytes
 
@@ -15,7 +16,6 @@ Weights = Sequence[tuple[str, NDArray[Any]]]
 
 _MICROSOFT = "com.microsoft"
 _DOMAINS = {"": 21, _MICROSOFT: 1, native_ops.DOMAIN: 1}
-_BLOCK = 32  # weights that share a scale, as exports have it
 _OFFSET_BITS = 4  # of weights whose blocks have offsets in exports
 _LEVEL = 4  # MatMulNBits' accuracy level: activations in 8 bits
 _PASTS = (5, 8, 20, 33, 64)  # cached tokens at which an attention's rows are compared; of every remainder that matters
@@ -36,11 +36,11 @@ def matrix_session(
         weights: Weights = [("w", draw.standard_normal((rows_in, rows_out)).astype(np.float32))]
         node = onnx_bytes.node("MatMul", ["x", "w"], ["y"])
     else:
-        blocks = rows_in // _BLOCK
-        packed = draw.integers(0, 256, (rows_out, blocks, _BLOCK * bits // 8), dtype=np.uint8)
+        blocks = rows_in // BLOCK
+        packed = draw.integers(0, 256, (rows_out, blocks, BLOCK * bits // 8), dtype=np.uint8)
         scales = draw.uniform(0.5, 1.5, rows_out * blocks).astype(np.float32)
         weights = [("w", packed), ("s", scales)]
-        numbers = {"K": rows_in, "N": rows_out, "bits": bits, "block_size": _BLOCK}
+        numbers = {"K": rows_in, "N": rows_out, "bits": bits, "block_size": BLOCK}
         if native:
             if bits == _OFFSET_BITS:
                 extra = _random_offsets(draw, rows_out, blocks)
@@ -69,8 +69,8 @@ def matrix_session(
 
 def _random_offsets(draw: np.random.Generator, rows_out: int, blocks: int) -> Weights:
     """Offsets [N, blocks] as a matrix of 8 bits in blocks of its own."""
-    groups = -(-blocks // _BLOCK)
-    values = draw.integers(0, 256, (rows_out, groups, _BLOCK), dtype=np.uint8)
+    groups = -(-blocks // BLOCK)
+    values = draw.integers(0, 256, (rows_out, groups, BLOCK), dtype=np.uint8)
     return [("o", values), ("t", draw.uniform(0.01, 0.02, rows_out * groups).astype(np.float32))]
 
 

@@ -49,7 +49,9 @@ def _limit(plan: PlanResult) -> str:
     parts = {"products": call.matrices_ms, "attention": call.attention_ms, "operators": call.operators_ms}
     largest = max(parts, key=lambda part: parts[part])
     listed = ", ".join(f"{part} {ms:.1f}" for part, ms in parts.items())
-    when = f"after {plan.past:,} cached" if static is None else f"whatever is cached, {_cache_words(plan)}"
+    when = f"after {plan.past:,} cached"
+    if static is not None:
+        when = f"whatever is cached, since every call attends to all {plan.past:,} slots"
     return (
         f"one token takes {call.ms:.1f} ms {when}: {listed} ms; the largest part ({parts[largest] / call.ms:.0%}) is "
         f"{_remedy(plan, call)}"
@@ -90,7 +92,9 @@ def _fewer_bits(plan: PlanResult) -> tuple[Precision, float] | None:
     """The precision of fewer bits at which a plain step is fastest, and its milliseconds; None where none is faster."""
     found: dict[Precision, float] = {}
     for precision in _narrower(plan.request):
-        static = None if plan.request.static is None else replace(plan.request.static, activation_bits=_bits(precision))
+        static = plan.request.static
+        if static is not None:
+            static = replace(static, activation_bits=default_form(precision).activation_bits)
         found[precision] = make_plan(replace(plan.request, precision=precision, static=static)).calls[0].ms
     best = min(found, key=lambda precision: found[precision], default=None)
     return None if best is None or found[best] >= plan.calls[0].ms else (best, found[best])
@@ -102,10 +106,6 @@ def _narrower(request: Request) -> list[Precision]:
     device = request.device
     known = [name for name in all_ if device.kind == "projection" or name in device.curves]
     return [name for name in known if BITS[name] < BITS[request.precision]]
-
-
-def _bits(precision: Precision) -> int:
-    return default_form(precision).activation_bits
 
 
 def _drafting(plan: PlanResult) -> list[str]:
@@ -149,10 +149,6 @@ def _every_guess(best: Round, speed: Speed) -> str:
         f"; that takes every guess for right, since {best.drafting.words} gives at most {best.drafting.most} tokens a "
         "verification"
     )
-
-
-def _cache_words(plan: PlanResult) -> str:
-    return f"since every call attends to all {plan.past:,} slots"
 
 
 def _taps(plan: PlanResult) -> str:

@@ -9,12 +9,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elsi_edge.artifacts import BYTES_PER_WEIGHT, DraftConfig, ModelShape, Precision
+from elsi_edge.artifacts import BLOCK, BYTES_PER_WEIGHT, DraftConfig, ModelShape, Precision
 from elsi_edge.runtime.kv_cache import PAGE
 from elsi_edge.runtime.target import PREFILL_ROWS
 
 _SLACK = 64  # positions of the tables of angles beyond the context, as exports have it
-_BLOCK = 32  # weights that share a scale, as exports have it
 _SANDWICH = "gemma3_text"  # norms after each half of a block too, and angles by kind of block
 _PER_OUTPUT = 5  # bytes: a float32 scale and an int8 zero point
 _GRAPH_BYTES: Mapping[Precision, int] = {"fp32": 5_450, "int8": 20_300, "int4": 37_000}  # of all graphs, a block
@@ -50,7 +49,7 @@ class Matrix:
     def padded(self, of_export: Precision) -> int:
         """Weights that are stored and computed with."""
         whole = of_export == "fp32" or self.per_output
-        inputs = self.inputs if whole else -(-self.inputs // _BLOCK) * _BLOCK
+        inputs = self.inputs if whole else -(-self.inputs // BLOCK) * BLOCK
         return self.count * inputs * self.outputs
 
     def bytes(self, of_export: Precision) -> int:
@@ -61,8 +60,8 @@ class Matrix:
 
     def stored(self, of_export: Precision) -> int:
         """Bytes in the bundle."""
-        offsets = self.offsets and self.precision(of_export) == "int4" and self.inputs % _BLOCK == 0
-        of_a_row = -(-self.inputs // _BLOCK // _BLOCK) * (_BLOCK + 4) if offsets else 0  # in 8 bits
+        offsets = self.offsets and self.precision(of_export) == "int4" and self.inputs % BLOCK == 0
+        of_a_row = -(-self.inputs // BLOCK // BLOCK) * (BLOCK + 4) if offsets else 0  # in 8 bits
         return self.bytes(of_export) + self.count * self.outputs * of_a_row
 
 
@@ -124,7 +123,7 @@ def target_bytes(shape: ModelShape, precision: Precision, context: int) -> dict[
     a row is no whole number of blocks it stays float32.
     """
     head = head_matrix(shape)
-    whole = shape.width % _BLOCK == 0
+    whole = shape.width % BLOCK == 0
     shared = shape.tied_embeddings and (precision == "fp32" or whole)
     table = head.bytes("int8" if whole and not shape.tied_embeddings and precision != "fp32" else "fp32")
     angles = _rotary_bytes(min(context + _SLACK, shape.context), shape.head_width)

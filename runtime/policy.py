@@ -98,10 +98,11 @@ def decide(
 
 def require_fits(options: GenerateOptions, rows: int) -> None:
     """Raise UsageError for more candidates than a target whose graph verifies `rows` rows has room for."""
-    if (options.draft_nodes or 0) > rows - 1:
+    nodes = options.draft_nodes or 0
+    if nodes > rows - 1:
         raise UsageError(
-            f"--draft-nodes is {options.draft_nodes}, this bundle's graph verifies {rows} rows, the root and "
-            f"{rows - 1} nodes; use fewer, or export with --verify-rows {(options.draft_nodes or 0) + 1}"
+            f"--draft-nodes is {nodes}, this bundle's graph verifies {rows} rows, the root and {rows - 1} nodes; use "
+            f"fewer, or export with --verify-rows {nodes + 1}"
         )
 
 

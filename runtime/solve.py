@@ -159,11 +159,10 @@ def choose_shape(outcomes: Sequence[Outcome], plain_ms: float, costs: Costs) -> 
     if not priced:
         why = "several rows a step are not exact on this device, so nothing is drafted"
         return _plain_choice(plain, why)
-    best = max(priced, key=lambda outcome: outcome.tokens_per_s)
+    fastest = max(priced, key=lambda outcome: outcome.tokens_per_s)
     # The largest budget and all sources: nodes and calls are taken only where they pay, as on text that repeats the
     # prompt.
-    close = [outcome for outcome in priced if outcome.tokens_per_s >= _AS_GOOD * best.tokens_per_s]
-    fastest = best
+    close = [outcome for outcome in priced if outcome.tokens_per_s >= _AS_GOOD * fastest.tokens_per_s]
     best = max(close, key=lambda one: (one.shape.nodes, len(one.shape.proposals), one.tokens_per_s))
     gain = f"{best.tokens_per_s:.1f} tokens/s against {plain:.1f} plain ({best.speedup:.2f} times)"
     if best.speedup < _WORTH_IT:

@@ -1,6 +1,5 @@
 """`tune`: measure a bundle on this device, solve for what to draft, and say why."""
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from elsi_edge.bundle import read_manifest
 from elsi_edge.errors import ConfigError, DataError, PromptError, UsageError
 from elsi_edge.prompts import prompts_sha256
 from elsi_edge.runtime.acceptance import draft_ranks, ngram_prior
-from elsi_edge.runtime.bench.noise import Ticks, load_between, noise_words
+from elsi_edge.runtime.bench.noise import Ticks, load_since, noise_words
 from elsi_edge.runtime.drafter import Draft
 from elsi_edge.runtime.engines import Engine
 from elsi_edge.runtime.measure import (
@@ -163,7 +162,7 @@ class Tuner:
 
     def _noise(self, curves: Sequence[Mapping[int, float]]) -> list[str]:
         """What casts doubt on the times: other load, and more rows that seem to cost less."""
-        said = noise_words(load_between(self._ticks, Ticks.now(), cores=os.cpu_count() or 1), None, None)
+        said = noise_words(load_since(self._ticks), None, None)
         falls = [(a, b) for curve in curves for a, b in pairwise(sorted(curve)) if curve[b] < _FALL * curve[a]]
         if falls:
             few, more = falls[0]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from elsi_edge.artifacts import BITS, Precision
+from elsi_edge.artifacts import BITS, BLOCK, Precision
 from elsi_edge.draft.checkpoint import load_draft
 from elsi_edge.draft.distill import distill
-from elsi_edge.draft.rounding import BLOCK, round_blocks, rounded
+from elsi_edge.draft.rounding import round_blocks, rounded
 from elsi_edge.draft.settings import DistillSettings, TrainSettings
 from elsi_edge.draft.train import train
 from elsi_edge.errors import ConfigError

@@ -8,12 +8,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from elsi_edge.artifacts import BLOCK
 from elsi_edge.errors import UsageError
 from elsi_edge.export import offsets
 from elsi_edge.export.native_graph import use_native_products
 from elsi_edge.export.quantise import quantise_graph
 from elsi_edge.export.recipe import Recipe, make_recipe
-from elsi_edge.export.rounding import BLOCK, Floats
+from elsi_edge.export.rounding import Floats
 
 Array = np.ndarray[Any, Any]
 

@@ -8,11 +8,12 @@ import numpy as np
 import onnx
 import pytest
 
+from elsi_edge.artifacts import BLOCK
 from elsi_edge.bundle import Bundle
 from elsi_edge.errors import ConfigError, UsageError
 from elsi_edge.export.pipeline import ExportSettings, export_bundle
 from elsi_edge.export.recipe import Recipe, make_recipe, matrix_name
-from elsi_edge.export.rounding import BLOCK, quantise
+from elsi_edge.export.rounding import quantise
 from elsi_edge.models import resolve
 from tests.cli_run import Run
 from tests.conftest import TinyModel

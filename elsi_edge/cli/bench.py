@@ -124,11 +124,7 @@ def bench(
     reports = run.measure_all(counts, json=json)
     full = {**reports[0], "by_threads": [run.in_short(one) for one in reports]} if len(counts) > 1 else reports[0]
     run.write(full)
-    run.conclude(reports, json=json)
-    if json:
-        from elsi_edge.cli import common
-
-        common.emit_json(full)
+    run.conclude(full, json=json)
     if any(one["partial"] for one in reports):
         raise typer.Exit(_INTERRUPTED)
     if run.failed:
@@ -222,8 +218,7 @@ class _Bench:
         value["noise"] = bench_show.noise_json(report, load if peers is None else None)
         value["sustained"] = windows(answers) if self.settings.seconds else None
         found, whole = self.extras.measure(self.directory, session, answers, first=first, partial=partial)
-        value |= found
-        value["partial"] = partial or not whole
+        value |= {**found, "partial": not whole}
         value["perplexity"] = bench_perplexity.report_json(texts, own)
         value["against"] = None if peers is None else peers.report(answers, own)
         if not json:
@@ -243,15 +238,16 @@ class _Bench:
         )
         return {**{name: value[name] for name in names}, "plain_tokens_per_s": value["plain"]["tokens_per_s"]}
 
-    def conclude(self, reports: list[dict[str, Any]], *, json: bool) -> None:
-        """The runs with several numbers of threads side by side, and the command that comes next."""
+    def conclude(self, full: dict[str, Any], *, json: bool) -> None:
+        """The JSON; or the runs with several numbers of threads side by side, and the command that comes next."""
         from elsi_edge.cli import bench_show, common
 
         if json:
+            common.emit_json(full)
             return
-        if len(reports) > 1:
-            common.out.print(bench_show.by_threads([self.in_short(one) for one in reports]))
-        verb = "chat" if reports[0]["tuned"] or reports[0]["draft_nodes"] == 0 or self.static else "tune"
+        if len(full.get("by_threads", ())) > 1:
+            common.out.print(bench_show.by_threads(full["by_threads"]))
+        verb = "chat" if full["tuned"] or full["draft_nodes"] == 0 or self.static else "tune"
         common.next_command(f"elsi-edge {verb} {shlex.quote(self.named)}{flags(work=self.work)}")
 
     def write(self, value: dict[str, Any]) -> None:
@@ -272,10 +268,8 @@ def _run(
     session: "Session", rows: "list[PromptRow]", settings: "BenchSettings", peers: Any
 ) -> "tuple[list[BenchAnswer], bool, int, Load]":
     """Answers, whether Ctrl-C cut them short, the number of warm-up runs, what else the cores did."""
-    import os
-
     from elsi_edge.cli import common
-    from elsi_edge.runtime.bench.noise import Ticks, load_between
+    from elsi_edge.runtime.bench.noise import Ticks, load_since
     from elsi_edge.runtime.bench.run import check_prompts, measure, warm_up
 
     check_prompts(session, rows)
@@ -296,7 +290,7 @@ def _run(
         if not answers:
             raise
         partial = True
-    return answers, partial, warm_ups, load_between(start, Ticks.now(), cores=os.cpu_count() or 1)
+    return answers, partial, warm_ups, load_since(start)
 
 
 def _details(

@@ -48,7 +48,7 @@ class Extras:
         """
         found: dict[str, Any] = {"memory": None, "memory_limit": None, "roofline": None}
         if partial:
-            return found, True
+            return found, False
         try:
             if self.roofline:
                 found["roofline"] = _roofline(bundle, session, answers)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from elsi_edge.cli.plan_model import Planned
     from elsi_edge.runtime.device import Device
     from elsi_edge.runtime.plan_result import Request
+    from elsi_edge.runtime.plan_tau import Tau
 
 _DEVICE = "raspberry-pi-5"
 _CONTEXT = 4096
@@ -117,10 +118,10 @@ def plan(
     _check(planned.shape, context=context, m=m, draft_vocab=draft_vocab, seconds=seconds)
     if measure is not None and device is not None:
         raise UsageError(f"--measure plans with this machine, but --device is {device}; drop one of them")
-    parse_taus(tau or planned.tau)  # before anything is measured
+    taus = parse_taus(tau or planned.tau)  # before anything is measured
     machine = load_device(device or _DEVICE) if measure is None else _measure(model, work, measure, seconds, threads)
     request, notes = _request(
-        planned, machine, precision=precision, context=context, m=m, tau=tau, draft_vocab=draft_vocab
+        planned, machine, precision=precision, context=context, m=m, taus=taus, draft_vocab=draft_vocab
     )
     result = make_plan(request)
     tau_note = "given" if tau else planned.tau_note
@@ -143,20 +144,19 @@ def _request(
     precision: Precision | None,
     context: int | None,
     m: int | None,
-    tau: str,
+    taus: "tuple[Tau, ...]",
     draft_vocab: int | None,
 ) -> "tuple[Request, list[str]]":
     """What is to be planned, by the options and by the bundle's own values; and what is to be said of it.
 
     Raises UsageError for a static bundle that cannot be.
     """
-    from elsi_edge.artifacts import DRAFT_PRECISION
+    from elsi_edge.artifacts import usual_draft_precision
     from elsi_edge.cli.plan_model import draft_of, planned_form, static_notes
     from elsi_edge.draft.shapes import tensor_shapes
     from elsi_edge.runtime.plan_result import Request
     from elsi_edge.runtime.plan_sizes import draft_sizes
     from elsi_edge.runtime.plan_static import DEFAULT_SLOTS
-    from elsi_edge.runtime.plan_tau import parse_taus
 
     shape = planned.shape
     chosen, form = planned_form(planned, device, precision)
@@ -172,8 +172,7 @@ def _request(
         own = planned.context if planned.static is not None else context
         exported = tokens = own or min(DEFAULT_SLOTS, shape.context)
     taps = m or (1 if planned.draft is None else planned.draft.m)
-    alone = DRAFT_PRECISION[chosen] if planned.draft is None else planned.draft.precision_beside(chosen)
-    of_draft = alone if form is None else chosen
+    of_draft = usual_draft_precision(chosen, planned.draft) if form is None else chosen
     drafts = {}
     for count in sorted({*_COMPARED, taps}):
         config = draft_of(shape, count, draft_vocab, planned.draft)
@@ -185,7 +184,7 @@ def _request(
         device=device,
         drafts=drafts,
         m=taps,
-        taus=parse_taus(tau or planned.tau),
+        taus=taus,
         tokenizer=planned.tokenizer,
         positions=exported,
         static=form,
@@ -215,6 +214,7 @@ def _measure(model: str, work: Path | None, path: Path, seconds: float, threads:
     from elsi_edge.bundle import Bundle
     from elsi_edge.bundle_ref import find_bundle
     from elsi_edge.cli import common
+    from elsi_edge.cli.progress import reaching
     from elsi_edge.errors import BundleError
     from elsi_edge.fsio import require_writable
     from elsi_edge.runtime.measure_device import DeviceSettings, measure_device
@@ -231,16 +231,8 @@ def _measure(model: str, work: Path | None, path: Path, seconds: float, threads:
     bundle: Bundle = Bundle.load(found.directory)
     settings = SessionSettings(threads=threads, tuning=False)
     with common.progress("measuring this machine", 1.0, "") as bar:
-        passed = 0.0
-
-        def done(share: float) -> None:
-            nonlocal passed
-            bar.advance(share - passed)
-            passed = share
-
-        device = measure_device(
-            bundle, settings, DeviceSettings(seconds=seconds), lambda text: common.note(f"{text} ..."), done
-        )
+        how, done = DeviceSettings(seconds=seconds), reaching(bar)
+        device = measure_device(bundle, settings, how, lambda text: common.note(f"{text} ..."), done)
     device.save(path)
     for note in device.notes:
         common.note(f"warning: {note}")

@@ -49,6 +49,18 @@ def lines_on(say: Callable[[str], None], description: str, total: float | None, 
     yield _Lines(say, description, total, unit)
 
 
+def reaching(bar: Advance, total: float = 1.0) -> Callable[[float], None]:
+    """Takes the share of `total` that is done so far, and moves the bar there, never back."""
+    passed = 0.0
+
+    def reach(share: float) -> None:
+        nonlocal passed
+        bar.advance(max(0.0, share * total - passed))
+        passed = max(passed, share * total)
+
+    return reach
+
+
 def span_text(seconds: float) -> str:
     """A duration for people, e.g. "40 s", "12 min" or "3.5 h"."""
     if seconds < 90:

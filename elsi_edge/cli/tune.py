@@ -43,6 +43,7 @@ def tune(
     """
     from elsi_edge.bundle_ref import find_bundle
     from elsi_edge.cli import common
+    from elsi_edge.cli.progress import reaching
     from elsi_edge.fsio import require_writable
     from elsi_edge.packaged import builtin_bench_prompts
     from elsi_edge.runtime.options import SessionSettings
@@ -58,12 +59,11 @@ def tune(
         common.note(found.note)
     rows = _mixed(builtin_bench_prompts())
     with common.progress("tune", seconds, "seconds") as bar:
-        passed, last = 0.0, ""
+        reach, last = reaching(bar, seconds), ""
 
         def progress(part: str, share: float) -> None:
-            nonlocal passed, last
-            bar.advance(max(0.0, share * seconds - passed))
-            passed = max(passed, share * seconds)
+            nonlocal last
+            reach(share)
             if part != last and not common.err.is_terminal and part != "done":
                 common.note(f"measuring {_DOING[part]} ...")
             last = part

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from elsi_edge.artifacts import BITS, Precision
-
-BLOCK = 32  # weights along a row that share a scale
+from elsi_edge.artifacts import BITS, BLOCK, Precision
 
 
 @contextmanager

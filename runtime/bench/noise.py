@@ -57,6 +57,11 @@ def load_between(start: Ticks, end: Ticks, *, cores: int) -> Load:
     return Load(own=own / capacity, others=others / capacity, steal=(end.steal - start.steal) / capacity)
 
 
+def load_since(start: Ticks) -> Load:
+    """What the cores did from `start` until now."""
+    return load_between(start, Ticks.now(), cores=os.cpu_count() or 1)
+
+
 def spread_of_repeats(runs: Sequence[Sequence[float]]) -> float | None:
     """Median over answers of (slowest - fastest) / median of an answer's repeats; None with one repeat each."""
     spreads = [(max(times) - min(times)) / statistics.median(times) for times in runs if len(times) > 1]

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from elsi_edge.artifacts import BITS, FINAL_NORM, PRECISIONS, Precision
+from elsi_edge.artifacts import FINAL_NORM, PRECISIONS
 from elsi_edge.draft.checkpoint import LoadedDraft, load_draft
 from elsi_edge.draft.data import ShardSet
 from elsi_edge.draft.network import DraftNetwork
 from elsi_edge.draft.replay import Drafting, greedy, replay
-from elsi_edge.draft.rounding import round_blocks
+from elsi_edge.draft.rounding import rounded
 from elsi_edge.draft.shards import require_made_for
 from elsi_edge.draft.source import read_source
 from elsi_edge.errors import DataError
@@ -96,23 +96,21 @@ def _replay_draft(
     figures[str(path)] = kept
     kept |= {"taps": list(selection.taps), "state": selection.state, "size": draft.config.training.get("size")}
     left = [row for row in rows if not set(names) <= set(kept["rows"].get(row.key, {}))]
-    network = network_of(draft, options.model or data.manifest.model, data, options.rounded)
-    found = replay(network, data, left, torch.from_numpy(draft.draft_to_target_ids), draftings, limit=options.limit)
-    for count, (row, result) in enumerate(found, start=1):
-        own = {name: [one.tokens, one.verifications] for name, one in result.items()}
-        kept["rows"][row.key] = {**kept["rows"].get(row.key, {}), **own}
-        if count % _ROWS == 0:
-            write_json(options.out, figures)
+    network, ids = network_of(draft, options.model or data.manifest.model, data), draft.draft_to_target_ids
+    with rounded(network, options.rounded):
+        found = replay(network, data, left, torch.from_numpy(ids), draftings, limit=options.limit)
+        for count, (row, result) in enumerate(found, start=1):
+            own = {name: [one.tokens, one.verifications] for name, one in result.items()}
+            kept["rows"][row.key] = {**kept["rows"].get(row.key, {}), **own}
+            if count % _ROWS == 0:
+                write_json(options.out, figures)
     write_json(options.out, figures)
 
 
-def network_of(draft: LoadedDraft, model: str, data: ShardSet, precision: Precision) -> DraftNetwork:
-    """The draft as a network, its matrices as a bundle of that precision holds them."""
+def network_of(draft: LoadedDraft, model: str, data: ShardSet) -> DraftNetwork:
+    """The draft as a network."""
     network = DraftNetwork(draft.config, read_source(resolve(model).directory, data.manifest.shape).embeddings)
-    weights = {name: torch.from_numpy(value) for name, value in draft.tensors.items()}
-    if precision != "fp32":
-        weights = {n: round_blocks(w, BITS[precision]) if w.ndim == 2 else w for n, w in weights.items()}
-    network.load_state_dict(weights)
+    network.load_state_dict({name: torch.from_numpy(value) for name, value in draft.tensors.items()})
     return network.eval()
 
 

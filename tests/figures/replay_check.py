@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from elsi_edge.bundle import read_manifest
 from elsi_edge.draft.checkpoint import load_draft
 from elsi_edge.draft.data import ShardSet
 from elsi_edge.draft.replay import DRAFTINGS, greedy, replay
+from elsi_edge.draft.rounding import rounded
 from elsi_edge.draft.search import Drafting
 from elsi_edge.prompts import read_prompts, spread_over_categories
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
@@ -34,7 +36,7 @@ def main() -> None:
     draft = load_draft(options.draft)
     data = ShardSet(options.shards, taps=draft.config.selection.taps, max_length=1 << 30)
     session = Session.open(options.bundle, SessionSettings(tuning=False))
-    network = network_of(draft, data.manifest.model, data, session.precision)
+    network = network_of(draft, data.manifest.model, data)
     ids = torch.from_numpy(draft.draft_to_target_ids)
     by_id = {row.id: row for row in spread_over_categories(read_prompts(options.prompts), options.limit)}
     real: dict[str, list[int]] = {drafting.name: [] for drafting in _DRAFTINGS}
@@ -48,7 +50,8 @@ def main() -> None:
         runs = {one.name: _run(session, prompt.turns[0], len(answer), one) for one in _DRAFTINGS}
         if any(token_ids != answer for token_ids, _ in runs.values()):
             continue
-        [(_, found)] = replay(network, data, [row], ids, _DRAFTINGS, limit=len(answer))
+        with rounded(network, read_manifest(options.bundle).draft_precision):
+            [(_, found)] = replay(network, data, [row], ids, _DRAFTINGS, limit=len(answer))
         tokens += len(answer) - 1
         for name, (_, verifications) in runs.items():
             real[name].append(verifications)
