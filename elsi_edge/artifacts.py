@@ -27,6 +27,7 @@ FINAL_NORM = -1  # in a list of taps to read: the state after the final norm (EA
 
 METHODS: tuple[Method, ...] = get_args(Method)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+SLACK = 64  # positions that a graph knows beyond its context: a verification's rows that do not count
 BLOCK = 32  # weights along a row that share a scale, at 4 and 8 bits
 BITS: Mapping[Precision, int] = {"int4": 4, "int8": 8, "fp32": 32}  # of a weight
 # Scales included: a float32 for every block of 32 weights. The last block of a row is padded, which is not counted.

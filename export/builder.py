@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from elsi_edge.artifacts import BLOCK, ModelShape
+from elsi_edge.artifacts import BLOCK, SLACK, ModelShape
 from elsi_edge.errors import MissingExtraError, ModelError
 from elsi_edge.export import embedding, quantise, surgery, windows
 from elsi_edge.export.builder_fixes import corrected
@@ -23,7 +23,6 @@ from elsi_edge.model_shape import require_family
 
 WEIGHTS_FILE = "target.weights"
 _HEAD_WIDTH = 16  # GroupQueryAttention with rotary embedding refuses anything else
-SLACK = 64  # positions beyond the context: a verification's rows that do not count
 # Rules of scaling that were compared with transformers, and families with a rule of their own.
 _ROTARY = ("default", "llama3")
 _OWN_ROTARY = {"linear": ("gemma3_text",), "longrope": ("phi3",)}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elsi_edge.artifacts import BITS, BYTES_PER_WEIGHT, LayerSelection, Precision, usual_draft_precision
+from elsi_edge.artifacts import BITS, BYTES_PER_WEIGHT, SLACK, LayerSelection, Precision, usual_draft_precision
 from elsi_edge.bundle import NATIVE_FORMAT, BundleManifest, GraphRole, StaticForm, is_native, new_bundle
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.errors import DraftError, UsageError
@@ -83,7 +83,7 @@ def export_bundle(
                 draft,
                 base=writer.directory / "base.onnx",
                 precision=draft_precision,
-                positions=context + builder.SLACK,
+                positions=context + SLACK,
             )
         shutil.rmtree(work)
         (writer.directory / "base.onnx").unlink()

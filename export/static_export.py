@@ -12,12 +12,11 @@ from typing import Any, get_args
 import numpy as np
 import onnx
 
-from elsi_edge.artifacts import Precision
+from elsi_edge.artifacts import SLACK, Precision
 from elsi_edge.bundle import DRAFT_VOCAB_FILE, BundleManifest, BundleWriter, GraphRole, StaticForm, new_bundle
 from elsi_edge.draft.checkpoint import LoadedDraft
 from elsi_edge.errors import ModelError, UsageError
 from elsi_edge.export import moments, static_check
-from elsi_edge.export.builder import SLACK
 from elsi_edge.export.draft_graph import rotary_tables as draft_rotary_tables
 from elsi_edge.export.pipeline import check_request, describe, disk_needed, require_same_target
 from elsi_edge.export.static_graph import FloatMatrices, GraphWriter, Matrices, Ranges, Rows, WeightFile, rotary_table

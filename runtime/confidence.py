@@ -36,8 +36,9 @@ class DraftConfidence:
         """Tokens that a call at `depth` can be expected to add, on a path of probability `reach`, a node costing
         `price`, where a candidate of probability `instead` is there without it."""
         shares = self._shares[min(depth, len(self._shares)) - 1]
-        before = max(0.0, reach * instead - price)
-        after = sum(
-            share * max(0.0, reach * max(top, instead) - price) for share, top in zip(shares, _MIDDLES, strict=True)
-        )
-        return after - before
+        sure = max(0.0, reach * instead - price)
+        after = 0.0
+        for share, top in zip(shares, _MIDDLES, strict=True):  # several times a round, with cold caches: no generator
+            worth = reach * top - price
+            after += share * (worth if worth > sure else sure)
+        return after - sure

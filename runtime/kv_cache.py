@@ -1,13 +1,16 @@
 """Keys and values in buffers that grow with use, written in place by the attention operator."""
 
+import contextlib
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 PAGE = 256  # tokens by which the buffers grow
+_MAPPING = 16 << 20  # bytes of buffers that share a mapping, at most
+_HUGE = 2 << 20  # bytes of a large page
 
 
 class KvCache:
@@ -31,8 +34,7 @@ class KvCache:
         old = self.buffers if self.length else []
         self.buffers, self.capacity = [], 0  # an interrupt below leaves an empty cache, not half of one
         grown = []
-        for index in range(2 * self.blocks):
-            buffer = _zeros(shape)
+        for index, buffer in enumerate(_zeros(shape, 2 * self.blocks)):
             if old:
                 buffer[:, :, : self.length] = old[index][:, :, : self.length]
                 old[index] = np.zeros(0, np.float32)  # give the old one back before the next is made
@@ -43,13 +45,14 @@ class KvCache:
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these rows of the last step, which wrote its rows from slot `length` on; the rest is forgotten.
 
-        `rows` ascend. A chain's accepted rows are adjacent already, so nothing moves.
+        `rows` ascend, so a row that moves never overwrites one that has yet to. Those that follow the ones before them,
+        as a chain's all do, stay where they are.
         """
         base, count = self.length, len(rows)
-        if list(rows) != list(range(count)):
-            source = base + np.asarray(rows)
-            for buffer in self.buffers:
-                buffer[:, :, base : base + count] = buffer[:, :, source]
+        moved = [(base + place, base + row) for place, row in enumerate(rows) if place != row]
+        for buffer in self.buffers if moved else ():
+            for to, source in moved:  # plain slices: an index array takes several times as long
+                buffer[:, :, to] = buffer[:, :, source]
         self.length = base + count
 
     def truncate(self, length: int) -> None:
@@ -62,15 +65,27 @@ class KvCache:
         return sum(buffer.nbytes for buffer in self.buffers)
 
 
-def _zeros(shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Zeros in pages of their own, which the system gets back when the array goes.
+def _zeros(shape: tuple[int, ...], count: int) -> Iterator[NDArray[np.float32]]:
+    """Arrays of zeros in memory of their own, which the system gets back when the last array of a mapping goes.
 
-    From the heap, buffers that grow leave holes: 1,000 tokens then took up to twice their bytes.
+    From the heap, buffers that grow leave holes: 1,000 tokens then took up to twice their bytes. Several share a
+    mapping, so that it can have pages of 2 MiB: with those of 4 KiB a step of SmolLM2 took 2 to 6 % longer.
     """
-    size = 4 * math.prod(shape)
+    size = -(-4 * math.prod(shape) // mmap.PAGESIZE) * mmap.PAGESIZE
+    together = max(1, min(_MAPPING // max(1, size), count))
+    for first in range(0, count, together):
+        pages = _mapped(size * min(together, count - first))
+        for offset in range(0, len(pages), size):
+            yield np.frombuffer(pages, np.float32, math.prod(shape), offset).reshape(shape)
+
+
+def _mapped(size: int) -> mmap.mmap:
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
         pages = mmap.mmap(-1, size, **private)
     except OSError as error:
         raise MemoryError(f"no {size} bytes for keys and values") from error
-    return np.frombuffer(pages, np.float32).reshape(shape)
+    if hasattr(mmap, "MADV_HUGEPAGE") and size >= _HUGE:
+        with contextlib.suppress(OSError):  # a system without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages

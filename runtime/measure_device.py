@@ -26,7 +26,7 @@ from elsi_edge.bundle import Bundle
 from elsi_edge.errors import UsageError
 from elsi_edge.machine import cores, cpu_name
 from elsi_edge.runtime import native_ops
-from elsi_edge.runtime.bench.noise import Ticks, load_since, noise_words
+from elsi_edge.runtime.bench.noise import Ticks, falls, load_since, noise_words
 from elsi_edge.runtime.device import ROWS, Device, Kernels
 from elsi_edge.runtime.engines import BundleEngines
 from elsi_edge.runtime.measure import copy_bandwidth, matrix_peak, middle_mean, read_bandwidth, time_verify
@@ -41,7 +41,6 @@ _LEAST_BYTES = 48 << 20  # of a matrix
 _CACHES = 8  # times the last cache; of three times its size a cache that keeps what it can still holds a part
 _PAST = (64, 1024)  # tokens in the cache, few and many
 _SHARE = {"bandwidth": 0.1, "products": 0.5, "bundle": 0.4}  # of the seconds
-_FALL = 1.15  # times what more rows took, above which fewer rows are called odd
 _SMALLEST_PS = 1e-3  # picoseconds, where noise makes a difference negative
 
 
@@ -101,7 +100,7 @@ def measure_device(
     for precision, kernels in kinds:
         until = schedule.part(f"measuring {precision} products, {kernels} kernels", _SHARE["products"] / len(kinds))
         found = product_times(precision, kernels, threads, how, until=until)
-        notes += _falls(f"{precision} products, {kernels} kernels", found)
+        notes += _odd(f"{precision} products, {kernels} kernels", found)
         curves.setdefault(precision, {})[kernels] = _rising(found)
     plain = Device(
         name=f"{cpu_name()}, {threads} threads",
@@ -145,16 +144,9 @@ def _rising(values: Mapping[int, float]) -> dict[str, float]:
     return dict(reversed([(str(count), float(value)) for count, value in zip(rows, least, strict=True)]))
 
 
-def _falls(what: str, values: Mapping[int, float]) -> list[str]:
-    """A note where fewer rows took clearly longer than more: no kernel does that, so something else ran."""
-    rows = sorted(values)
-    worst, fewer, more = max(
-        ((values[one] / values[other], one, other) for one, other in itertools.combinations(rows, 2)),
-        default=(1.0, 0, 0),
-    )
-    if worst <= _FALL:
-        return []
-    return [f"{what}: {fewer} row{'s' * (fewer > 1)} took {worst:.2f} times as long as {more}; measure again"]
+def _odd(what: str, times: Mapping[int, float]) -> list[str]:
+    said = falls(times)
+    return [f"{what}: {said}; measure again"] if said else []
 
 
 def _timed(session: Any, feed: Mapping[str, NDArray[np.float32]]) -> list[float]:
@@ -203,7 +195,7 @@ def _with_overheads(
             time_verify(target, tokens, past, rows, until=end) for past, end in zip(pasts, halves, strict=True)
         )  # in order
         for past, took in zip(pasts, (few, many), strict=True):
-            notes += _falls(f"{manifest.slug} after {past} tokens, {kernels} kernels", took)
+            notes += _odd(f"{manifest.slug} after {past} tokens, {kernels} kernels", took)
         model = CostModel(manifest.shape, device, manifest.precision, kernels)
         attended = model.attended_bytes(pasts[1] - pasts[0])
         slopes = {count: max(1e9 * (many[count] - few[count]) / attended, _SMALLEST_PS) for count in rows}

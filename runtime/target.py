@@ -96,6 +96,8 @@ class OrtTarget:
     def prefill(self, token_ids: Sequence[int]) -> TargetStep:
         """Append and commit tokens in blocks of PREFILL_ROWS rows. Returns logits [1, V] and taps [T, M*E]."""
         taps = np.empty((len(token_ids), self.tap_width), np.float32)
+        # At once: growing copies what is there, which a long prompt would have again in every block.
+        self._graph.reserve(self.cache, self.cache.length + len(token_ids) + self._extra)
         for start in range(0, len(token_ids), PREFILL_ROWS):
             block = token_ids[start : start + PREFILL_ROWS]
             last = start + len(block) == len(token_ids)

@@ -97,10 +97,17 @@ def best_first(
     """The `budget` nodes of highest path score, parents first (EAGLE-2's reranking, arXiv 2406.16858 section 4.2).
 
     `scores` [n] are path log-probabilities, so a child never scores above its parent; ties go to the earlier node,
-    and parents are listed before children, so the kept nodes always form a tree.
+    and parents are listed before children, so the kept nodes always form a tree. Depth first, of siblings the likelier
+    first: the path that is accepted most often then is the first rows, whose keys and values need not be moved.
     """
-    order = sorted(range(len(tokens)), key=lambda node: (-scores[node], node))[:budget]
-    kept = sorted(order)
+    best = sorted(range(len(tokens)), key=lambda node: (-scores[node], node))[:budget]
+    children: dict[int, list[int]] = {}
+    for node in reversed(best):
+        children.setdefault(parents[node], []).append(node)
+    kept, left = [], children.get(ROOT, [])
+    while left:
+        kept.append(left.pop())
+        left.extend(children.get(kept[-1], ()))
     place = {node: index for index, node in enumerate(kept)}
     return Tree(
         tokens=np.array([tokens[node] for node in kept], np.int64),

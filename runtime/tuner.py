@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from elsi_edge.bundle import read_manifest
 from elsi_edge.errors import ConfigError, DataError, PromptError, UsageError
 from elsi_edge.prompts import prompts_sha256
 from elsi_edge.runtime.acceptance import draft_ranks, ngram_prior
-from elsi_edge.runtime.bench.noise import Ticks, load_since, noise_words
+from elsi_edge.runtime.bench.noise import Ticks, falls, load_since, noise_words
 from elsi_edge.runtime.drafter import Draft
 from elsi_edge.runtime.engines import Engine
 from elsi_edge.runtime.measure import (
@@ -38,7 +37,6 @@ from elsi_edge.runtime.tuning import ContextCurve, Machine, Tuning, bundle_sha25
 DEFAULT_SECONDS = 50.0
 _LEAST_SECONDS = 5.0
 _ANSWER_TOKENS = 96
-_FALL = 0.95  # of fewer rows' time: more rows that take less than this were not measured on a steady machine
 _CONTEXTS = (128, 1024)  # tokens in the cache at which verifying is timed
 
 # Share of the time for each part.
@@ -163,10 +161,7 @@ class Tuner:
     def _noise(self, curves: Sequence[Mapping[int, float]]) -> list[str]:
         """What casts doubt on the times: other load, and more rows that seem to cost less."""
         said = noise_words(load_since(self._ticks), None, None)
-        falls = [(a, b) for curve in curves for a, b in pairwise(sorted(curve)) if curve[b] < _FALL * curve[a]]
-        if falls:
-            few, more = falls[0]
-            said.append(f"{more} rows seemed to cost less than {few}: the machine was not steady; tune again")
+        said += [f"{odd}: the machine was not steady; tune again" for odd in map(falls, curves) if odd][:1]
         return said
 
     def _device(self, machine: Machine) -> tuple[float, float]:

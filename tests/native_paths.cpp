@@ -29,7 +29,7 @@ static std::vector<float> floats(size_t count) {
 
 static std::vector<float> product(const Path& path, const PackedMatrix& matrix, const float* x, size_t rows) {
   const Pool pool(nullptr, nullptr);  // never asked: the shapes are small
-  const Activations acts(path, pool, x, rows, matrix.inputs(), matrix.zero());
+  const Activations acts(path, pool, x, rows, matrix);
   std::vector<float> y(rows * matrix.columns());
   for (size_t chunk = 0; chunk < acts.chunks(); ++chunk)
     matrix.multiply(path, acts.chunk(chunk), 0, matrix.groups(), y.data() + acts.first_row(chunk) * matrix.columns(),
@@ -66,7 +66,8 @@ static void products(const Path& path) {
                          shift_values = bytes(columns * shift_blocks * 32);
     std::vector<float> scales = floats(columns * blocks), x = floats(rows * inputs),
                        shift_scales = floats(columns * shift_blocks);
-    for (float& scale : shift_scales) scale *= trial % 2 ? 1e-7f : 0.01f;  // the first give subnormal 16-bit floats
+    for (float& scale : scales) scale *= trial % 2 ? 1e-7f : 1.0f;  // the first give subnormal 16-bit floats
+    for (float& scale : shift_scales) scale *= 0.01f;
     PackedMatrix::Tensors tensors{over(values, abi::kUint8, {n, b, 4 * bits}), over(scales, abi::kFloat, {n, b})};
     tensors.shifted = shifted;
     tensors.shift_values = over(shift_values, abi::kUint8, {n, s, 32});

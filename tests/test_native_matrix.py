@@ -19,11 +19,11 @@ Floats = NDArray[np.float32]
 
 
 def weights(columns: int, inputs: int, bits: int, seed: int = 0) -> tuple[NDArray[np.uint8], Floats]:
-    """Packed values [N, blocks, 4 * bits] and scales [N, blocks], all values drawn alike."""
+    """Packed values [N, blocks, 4 * bits] and scales [N, blocks] that 16-bit floats hold, all values drawn alike."""
     draw = np.random.default_rng(seed)
     blocks = -(-inputs // 32)
     packed = draw.integers(0, 256, (columns, blocks, 4 * bits), dtype=np.uint8)
-    return packed, draw.uniform(-0.02, 0.02, (columns, blocks)).astype(np.float32)
+    return packed, draw.uniform(-0.02, 0.02, (columns, blocks)).astype(np.float16).astype(np.float32)
 
 
 def model(inputs: int, columns: int, bits: int, packed: Any, scales: Any, /, **changed: Any) -> bytes:
@@ -161,6 +161,24 @@ def test_close_to_the_stock_operator() -> None:
     got = session(model(576, 128, 4, packed, scales)).run(None, {"x": rows})[0]
     wanted = stock.run(None, {"x": rows})[0]
     assert np.abs(got - wanted).max() <= 2e-6 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_scales_are_held_in_16_bits(bits: int) -> None:
+    """Rounded to the nearest; what has no finite one is refused."""
+    packed, scales = weights(48, 96, bits)
+    rows = rows_of(3, 96)
+    fine = scales * np.float32(1 + 2e-4)
+    rounded = fine.astype(np.float16).astype(np.float32)
+    assert not np.array_equal(rounded, fine)
+    got, wanted = (session(model(96, 48, bits, packed, by)).run(None, {"x": rows})[0] for by in (fine, rounded))
+    assert np.array_equal(got, wanted)
+    for scale, name in ((np.inf, "inf"), (np.nan, "nan"), (65520.0, "65520"), (-1e30, "-10000000")):
+        scales[-1, -1] = scale
+        with pytest.raises(Exception, match=f"a scale is {name}.*holds up to 65504"):
+            session(model(96, 48, bits, packed, scales))
+    scales[-1, -1] = 65519.0
+    session(model(96, 48, bits, packed, scales))
 
 
 def test_any_rank_and_no_rows() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from elsi_edge.bundle import Bundle
 from elsi_edge.runtime import measure_device as md
-from elsi_edge.runtime.bench.noise import Ticks
+from elsi_edge.runtime.bench.noise import Ticks, falls
 from elsi_edge.runtime.device import load_device
 from elsi_edge.runtime.measure_device import DeviceSettings, measure_device
 from elsi_edge.runtime.options import SessionSettings
@@ -47,7 +47,7 @@ def test_fewer_rows_that_take_longer_are_noted(
     device = measure_device(Bundle.load(tiny_bundle("int4")), ALONE, TINY)
     assert device.curves["fp32"]["stock"] == {"1": 3.0, "2": 3.0, "4": 10.0}
     assert any("fp32 products" in note and "1 row took 3.00 times as long as 2" in note for note in device.notes)
-    assert md._falls("x", {1: 1.0, 2: 1.1, 4: 1.05}) == [] == md._falls("x", {1: 1.0})
+    assert falls({1: 1.0, 2: 1.1, 4: 1.05}) == "" == falls({1: 1.0})
 
 
 def test_operators_that_took_less_than_nothing_are_noted(

@@ -1,12 +1,12 @@
 """The growing cache: content survives growth, scattered rows become adjacent."""
 
+import mmap
 import weakref
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from elsi_edge.runtime import kv_cache
 from elsi_edge.runtime.kv_cache import PAGE, KvCache
@@ -45,23 +45,27 @@ def test_growth_keeps_the_content() -> None:
 
 
 @pytest.mark.parametrize("used", [0, PAGE])
-def test_growth_takes_one_cache_and_one_buffer_not_two_caches(used: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = KvCache(blocks=8, kv_heads=4, head_width=16)
-    cache.reserve(16 * PAGE)
-    cache.length = used
-    alive = [weakref.ref(buffer) for buffer in cache.buffers]
-    most, zeros = 0, kv_cache._zeros
+def test_growth_takes_one_cache_and_one_mapping_not_two_caches(used: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "_MAPPING", 9 << 18)  # two buffers
+    alive: list[tuple[int, weakref.ref[mmap.mmap]]] = []
+    most, mapped = 0, kv_cache._mapped
 
-    def counting(shape: tuple[int, ...]) -> NDArray[np.float32]:
+    def counting(size: int) -> mmap.mmap:
         nonlocal most
-        made = zeros(shape)
-        alive.append(weakref.ref(made))
-        most = max(most, sum(buffer.nbytes for ref in alive if (buffer := ref()) is not None))
+        made = mapped(size)
+        alive.append((size, weakref.ref(made)))
+        most = max(most, sum(size for size, ref in alive if ref() is not None))
         return made
 
-    monkeypatch.setattr(kv_cache, "_zeros", counting)
+    monkeypatch.setattr(kv_cache, "_mapped", counting)
+    cache = KvCache(blocks=8, kv_heads=4, head_width=16)
+    cache.reserve(16 * PAGE)
+    assert [size for size, _ in alive] == [cache.nbytes // 8] * 8
+    cache.length, most = used, 0
     cache.reserve(17 * PAGE)
-    assert cache.nbytes <= most < 1.2 * cache.nbytes
+    assert cache.nbytes <= most < 1.3 * cache.nbytes
+    cache.buffers.clear()
+    assert all(ref() is None for _, ref in alive)
 
 
 def test_a_cache_that_grew_takes_its_bytes_and_no_more() -> None:
@@ -84,14 +88,15 @@ def test_an_interrupted_growth_leaves_a_cache_that_can_be_reset(monkeypatch: pyt
     cache.length = 5
     made = []
 
-    def interrupting(shape: tuple[int, ...]) -> NDArray[np.float32]:
-        made.append(shape)
-        if len(made) == 4:
+    def interrupting(size: int) -> mmap.mmap:
+        made.append(size)
+        if len(made) == 2:
             raise KeyboardInterrupt
-        return np.zeros(shape, np.float32)
+        return mmap.mmap(-1, size)
 
+    monkeypatch.setattr(kv_cache, "_MAPPING", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(kv_cache, "_zeros", interrupting)
+        patch.setattr(kv_cache, "_mapped", interrupting)
         with pytest.raises(KeyboardInterrupt):
             cache.reserve(2 * PAGE)
     cache.length = 0

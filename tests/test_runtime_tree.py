@@ -66,6 +66,15 @@ def test_best_first_keeps_the_best_and_stays_a_tree(scored: tuple[Tree, list[flo
         assert not by_score or score >= by_score[-1]
 
 
+def test_best_first_lists_the_likeliest_path_first() -> None:
+    """Depth first: a, its child c, c's child e, then a's other child, then b and its child."""
+    tokens, parents = [1, 2, 3, 4, 5, 6], [ROOT, ROOT, 0, 0, 1, 2]
+    scores = [-0.2, -1.8, -0.4, -1.0, -2.0, -0.5]
+    kept = best_first(tokens, parents, scores, 6)
+    assert kept.tokens.tolist() == [1, 3, 6, 4, 2, 5]
+    assert kept.parents.tolist() == [ROOT, 0, 1, 0, ROOT, 4]
+
+
 def path_tokens(tree: Tree, row: int) -> list[int]:
     return [int(tree.tokens[r - 1]) for r in path(tree, row)[1:]]
 

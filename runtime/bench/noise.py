@@ -1,9 +1,10 @@
 """Was the machine steady and alone while it was measured?"""
 
+import itertools
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -12,6 +13,7 @@ _STAT = Path("/proc/stat")
 _IDLE, _IOWAIT, _STEAL = 3, 4, 7  # columns of the first line of /proc/stat (proc(5)), in ticks
 MUCH_SPREAD = 0.05  # relative; what is measured within less is called steady
 MUCH_LOAD = 0.05  # share of the machine's cores
+_FALL = 1.15  # times what more rows took, above which fewer rows are called odd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,20 @@ def load_between(start: Ticks, end: Ticks, *, cores: int) -> Load:
     own = end.own - start.own
     others = max(0.0, end.busy - start.busy - own)
     return Load(own=own / capacity, others=others / capacity, steal=(end.steal - start.steal) / capacity)
+
+
+def falls(times: Mapping[int, float]) -> str:
+    """Where fewer rows took clearly longer than more, by the times of numbers of rows; nothing where they never did.
+
+    No kernel does that, so something else ran.
+    """
+    worst, fewer, more = max(
+        ((times[one] / times[other], one, other) for one, other in itertools.combinations(sorted(times), 2)),
+        default=(1.0, 0, 0),
+    )
+    if worst <= _FALL:
+        return ""
+    return f"{fewer} row{'s' * (fewer > 1)} took {worst:.2f} times as long as {more}"
 
 
 def load_since(start: Ticks) -> Load:

@@ -41,11 +41,11 @@ Attention::Attention(const NodeInfo& node)
       window_(node.integer("window", -1, 1 << 30)),
       scale_(node.number("scale")),
       softcap_(node.number("softcap")) {
-  require(heads_ % kv_heads_ == 0,
-          std::to_string(heads_) + " heads cannot share " + std::to_string(kv_heads_) + " kv heads");
-  require(window_ != 0, "attribute window is 0, it must be -1 for none or at least 1");
-  require(std::isfinite(scale_) && scale_ >= 0.0f, "attribute scale must be a finite number, 0 for 1 / sqrt(D)");
-  require(std::isfinite(softcap_) && softcap_ >= 0.0f, "attribute softcap must be a finite number, 0 for none");
+  ELSI_REQUIRE(heads_ % kv_heads_ == 0,
+               std::to_string(heads_) + " heads cannot share " + std::to_string(kv_heads_) + " kv heads");
+  ELSI_REQUIRE(window_ != 0, "attribute window is 0, it must be -1 for none or at least 1");
+  ELSI_REQUIRE(std::isfinite(scale_) && scale_ >= 0.0f, "attribute scale must be a finite number, 0 for 1 / sqrt(D)");
+  ELSI_REQUIRE(std::isfinite(softcap_) && softcap_ >= 0.0f, "attribute softcap must be a finite number, 0 for none");
 }
 
 Attention::Inputs Attention::inputs(const Call& call, size_t first) {
@@ -56,36 +56,33 @@ Attention::Inputs Attention::inputs(const Call& call, size_t first) {
 Attention::Run Attention::start(const Call& call, const Inputs& inputs, size_t rows, size_t width,
                                 size_t first_output) const {
   const Tensor &key = inputs.past_key, &cos = inputs.cos, &cached = inputs.cached, &parents = inputs.parents;
-  require(key.shape.size() == 4 && key.shape[0] == 1 && key.shape[1] == static_cast<int64_t>(kv_heads_) &&
-              key.shape == inputs.past_value.shape,
-          "the caches are " + text(key.shape) + " and " + text(inputs.past_value.shape) + ", they must be [1, " +
-              std::to_string(kv_heads_) + ", C, D]");
+  ELSI_REQUIRE(key.shape.size() == 4 && key.shape[0] == 1 && key.shape[1] == static_cast<int64_t>(kv_heads_) &&
+                   key.shape == inputs.past_value.shape,
+               "the caches are " + text(key.shape) + " and " + text(inputs.past_value.shape) + ", they must be [1, " +
+                   std::to_string(kv_heads_) + ", C, D]");
   const int64_t head = key.shape[3];
-  require(head % kTile == 0 && head > 0 && head <= static_cast<int64_t>(kMostHead),
-          "a head has width " + std::to_string(head) + ", it must be a multiple of 16 up to 256");
+  ELSI_REQUIRE(head % kTile == 0 && head > 0 && head <= static_cast<int64_t>(kMostHead),
+               "a head has width " + std::to_string(head) + ", it must be a multiple of 16 up to 256");
   const size_t all = (heads_ + 2 * kv_heads_) * static_cast<size_t>(head);
-  require(width == all, "queries, keys and values of a row are " + std::to_string(width) + ", they must be " +
-                            std::to_string(all));
-  require(cos.shape.size() == 2 && cos.shape == inputs.sin.shape && cos.shape[1] > 0 && 2 * cos.shape[1] <= head,
-          "the angles are " + text(cos.shape) + " and " + text(inputs.sin.shape) + ", they must be [P, at most D / 2]");
-  require(cached.size() == 1, "cached is " + text(cached.shape) + ", it must be one number");
-  require(parents.shape.size() == 1 && parents.size() >= rows,
-          "parents is " + text(parents.shape) + " for " + std::to_string(rows) + " rows");
+  ELSI_REQUIRE(width == all, "queries, keys and values of a row are " + std::to_string(width) + ", they must be " +
+                                 std::to_string(all));
+  ELSI_REQUIRE(
+      cos.shape.size() == 2 && cos.shape == inputs.sin.shape && cos.shape[1] > 0 && 2 * cos.shape[1] <= head,
+      "the angles are " + text(cos.shape) + " and " + text(inputs.sin.shape) + ", they must be [P, at most D / 2]");
+  ELSI_REQUIRE(cached.size() == 1, "cached is " + text(cached.shape) + ", it must be one number");
+  ELSI_REQUIRE(parents.shape.size() == 1 && parents.size() >= rows,
+               "parents is " + text(parents.shape) + " for " + std::to_string(rows) + " rows");
   const int64_t slots = *cached.as<int32_t>();
-  require(slots >= 0 && slots + parents.shape[0] <= key.shape[2],
-          std::to_string(slots) + " cached and " + std::to_string(parents.shape[0]) +
-              " new rows do not fit the cache's " + std::to_string(key.shape[2]) + " slots");
-  require(key.shape[2] < (int64_t{1} << 31), "the cache has more slots than 2^31");
+  ELSI_REQUIRE(slots >= 0 && slots + parents.shape[0] <= key.shape[2],
+               std::to_string(slots) + " cached and " + std::to_string(parents.shape[0]) +
+                   " new rows do not fit the cache's " + std::to_string(key.shape[2]) + " slots");
+  ELSI_REQUIRE(key.shape[2] < (int64_t{1} << 31), "the cache has more slots than 2^31");
   return Run(*this, call, inputs, rows, first_output);
 }
 
 Attention::Run::Run(const Attention& attention, const Call& call, const Inputs& inputs, size_t rows,
                     size_t first_output)
-    : attention_(attention),
-      cos_(inputs.cos),
-      sin_(inputs.sin),
-      rows_(rows),
-      before_(inputs.parents.size() - rows) {
+    : attention_(attention), cos_(inputs.cos), sin_(inputs.sin), rows_(rows), before_(inputs.parents.size() - rows) {
   call_.heads = attention.heads_;
   call_.kv_heads = attention.kv_heads_;
   call_.width = static_cast<size_t>(inputs.past_key.shape[3]);
@@ -94,9 +91,9 @@ Attention::Run::Run(const Attention& attention, const Call& call, const Inputs& 
   call_.softcap = attention.softcap_;
   read_tree(inputs.parents.as<int64_t>(), before_ + rows);
   const size_t deepest = rows == 0 ? 0 : *std::max_element(ends_.begin(), ends_.end());
-  require(deepest <= static_cast<size_t>(cos_.shape[0]), "position " + std::to_string(deepest) + " is beyond the " +
-                                                             std::to_string(cos_.shape[0]) +
-                                                             " that the model has angles for");
+  ELSI_REQUIRE(deepest <= static_cast<size_t>(cos_.shape[0]), "position " + std::to_string(deepest) +
+                                                                  " is beyond the " + std::to_string(cos_.shape[0]) +
+                                                                  " that the model has angles for");
   keys_ = present(call, first_output, inputs.past_key, call_.cached + before_);
   values_ = present(call, first_output + 1, inputs.past_value, call_.cached + before_);
   call_.keys = keys_;
@@ -118,10 +115,15 @@ Attention::Run::Run(const Attention& attention, const Call& call, const Inputs& 
 // parents [W]: an earlier row, or -1 for the first row of a path.
 void Attention::Run::read_tree(const int64_t* parents, size_t nodes) {
   std::vector<size_t> offsets;
+  offsets.reserve(nodes);
+  slots_.reserve(nodes);
+  paths_.reserve(nodes);
+  for (std::vector<size_t>* each : {&depths_, &starts_, &ends_}) each->reserve(nodes);
   for (size_t row = 0; row < nodes; ++row) {
     const int64_t parent = parents[row];
-    require(-1 <= parent && parent < static_cast<int64_t>(row),
-            "parents[" + std::to_string(row) + "] is " + std::to_string(parent) + ", it must be an earlier row or -1");
+    ELSI_REQUIRE(
+        -1 <= parent && parent < static_cast<int64_t>(row),
+        "parents[" + std::to_string(row) + "] is " + std::to_string(parent) + ", it must be an earlier row or -1");
     const size_t depth = parent < 0 ? 0 : depths_[static_cast<size_t>(parent)] + 1;
     const size_t from = parent < 0 ? 0 : offsets[static_cast<size_t>(parent)];
     if (parent >= 0 && from + depth == slots_.size()) {
@@ -203,7 +205,7 @@ void Attention::Run::finish(size_t row, float* out) const {
       float* state = states_ + (kv_head * units_ * rows_ + row) * row_floats() + q * call_.state() + first * stride;
       for (size_t span = first + 1; span < units_; ++span)
         if (call_.sees(row, span)) attention_.path_.merge(state, state + (span - first) * stride, call_.width);
-      for (size_t d = 0; d < call_.width; ++d) out[d] = state[d] / state[call_.width + 1];
+      attention_.path_.divide(state, call_.width, out);
     }
 }
 

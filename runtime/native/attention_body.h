@@ -186,3 +186,8 @@ ELSI_PATH void merge(float* state, const float* later, size_t width) {
   state[width + 1] = state[width + 1] * shrink[0] + later[width + 1] * shrink[1];
   state[width] = top;
 }
+
+ELSI_PATH void divide(const float* state, size_t width, float* out) {
+  const V16 by = V16::set1(state[width + 1]);
+  for (size_t d = 0; d < width; d += kTile) V16::div(V16::load(state + d), by).store(out + d);
+}

@@ -20,59 +20,65 @@ ELSI_256_INLINE __m256 halves(const uint8_t* head) {  // 8 of 16 bits
   return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(head)));
 }
 
-template <int kRows, int kBits, bool kShifted>
-ELSI_256 void pass(const uint8_t* data, size_t all_rows, size_t first_row, size_t blocks, const Columns& columns) {
-  constexpr size_t kRecord = record_bytes(kBits);
+// totals += a block's products with 8 of the columns; `levels` begin with theirs. Rows are those of a chunk from
+// `first_row` on.
+template <int kRows, int kBits>
+ELSI_256_INLINE void add_block(const uint8_t* chunk, size_t all_rows, size_t first_row, const uint8_t* levels,
+                               size_t lines, __m256 scales, __m256* totals) {
   const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), sixteens = _mm256_set1_epi16(16);
+  const uint8_t* values = chunk + first_row * kBlock;
+  __m256i dots[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    int32_t offset;
+    std::memcpy(&offset, chunk + all_rows * kBlock + 4 * (first_row + r), 4);
+    dots[r] = _mm256_set1_epi32(offset);
+  }
+  for (size_t i = 0; i < lines; ++i) {
+    const __m256i raw = _mm256_load_si256(reinterpret_cast<const __m256i*>(levels + 64 * i));
+    const __m256i lower = _mm256_and_si256(raw, low), upper = _mm256_and_si256(_mm256_srli_epi16(raw, 4), low);
+    for (int r = 0; r < kRows; ++r) {
+      int32_t first, second;
+      std::memcpy(&first, values + r * kBlock + 4 * i, 4);
+      std::memcpy(&second, values + r * kBlock + (kBits == 4 ? 16 + 4 * i : 4 * i), 4);
+      const __m256i a = _mm256_maddubs_epi16(lower, _mm256_set1_epi32(first));
+      const __m256i b = _mm256_maddubs_epi16(upper, _mm256_set1_epi32(second));
+      dots[r] = _mm256_add_epi32(dots[r], _mm256_madd_epi16(a, ones));
+      dots[r] = _mm256_add_epi32(dots[r], _mm256_madd_epi16(b, kBits == 4 ? ones : sixteens));
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    float scale;
+    std::memcpy(&scale, chunk + all_rows * (kBlock + 4) + 4 * (first_row + r), 4);
+    const __m256 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(dots[r]), _mm256_set1_ps(scale));
+    totals[r] = _mm256_add_ps(totals[r], _mm256_mul_ps(scaled, scales));
+  }
+}
+
+template <int kRows, int kBits, bool kShifted>
+ELSI_256 void pass(const QuantisedRows& rows, size_t first_row, const Columns& columns) {
+  const size_t blocks = rows.blocks, all_rows = rows.count;
   for (size_t group = columns.first_group; group < columns.last_group; ++group) {
     float sums[kRows][kColumns];
-    for (int half = 0; half < 2; ++half) {
-      const uint8_t* record = columns.weights + group * blocks * kRecord;
-      const uint8_t* chunk = data;
+    for (size_t half = 0; half < 2; ++half) {
+      const uint8_t* at = columns.weights + group * group_bytes(kBits, kShifted, blocks);
+      const uint8_t* chunk = rows.data;
+      const uint8_t* head = at;
       __m256 totals[kRows];
       for (int r = 0; r < kRows; ++r) totals[r] = _mm256_setzero_ps();
-      for (size_t block = 0; block < blocks; ++block, record += kRecord, chunk += all_rows * kRowBytes) {
-        const uint8_t* values = chunk + first_row * kBlock;
-        __m256i dots[kRows];
-        for (int r = 0; r < kRows; ++r) {
-          int32_t offset;
-          std::memcpy(&offset, chunk + all_rows * kBlock + 4 * (first_row + r), 4);
-          dots[r] = _mm256_set1_epi32(offset);
+      for (size_t block = 0; block < blocks; ++block, at += level_bytes(kBits), chunk += all_rows * kRowBytes) {
+        if (block % 2 == 0) {
+          head = at;
+          at += kHeadBytes;
         }
-        for (int i = 0; i < kBits; ++i) {
-          const __m256i raw =
-              _mm256_load_si256(reinterpret_cast<const __m256i*>(record + kScaleBytes + 64 * i + 32 * half));
-          const __m256i lower = _mm256_and_si256(raw, low), upper = _mm256_and_si256(_mm256_srli_epi16(raw, 4), low);
-          for (int r = 0; r < kRows; ++r) {
-            int32_t first, second;
-            std::memcpy(&first, values + r * kBlock + 4 * i, 4);
-            std::memcpy(&second, values + r * kBlock + (kBits == 4 ? 16 + 4 * i : 4 * i), 4);
-            const __m256i a = _mm256_maddubs_epi16(lower, _mm256_set1_epi32(first));
-            const __m256i b = _mm256_maddubs_epi16(upper, _mm256_set1_epi32(second));
-            dots[r] = _mm256_add_epi32(dots[r], _mm256_madd_epi16(a, ones));
-            dots[r] = _mm256_add_epi32(dots[r], _mm256_madd_epi16(b, kBits == 4 ? ones : sixteens));
-          }
-        }
-        __m256 scales;
-        [[maybe_unused]] __m256 shifts;
-        if constexpr (kShifted) {
-          scales = halves(record + 16 * half);
-          shifts = halves(record + kScaleBytes / 2 + 16 * half);
-        } else {
-          scales = _mm256_load_ps(reinterpret_cast<const float*>(record) + 8 * half);
-        }
-        for (int r = 0; r < kRows; ++r) {
-          float scale;
-          std::memcpy(&scale, chunk + all_rows * (kBlock + 4) + 4 * (first_row + r), 4);
-          const __m256 scaled = _mm256_mul_ps(_mm256_cvtepi32_ps(dots[r]), _mm256_set1_ps(scale));
-          totals[r] = _mm256_add_ps(totals[r], _mm256_mul_ps(scaled, scales));
-          if constexpr (kShifted) {
-            int32_t offset;
-            std::memcpy(&offset, chunk + all_rows * kBlock + 4 * (first_row + r), 4);
-            const __m256 factor = _mm256_set1_ps(shift_factor(offset, scale));
-            totals[r] = _mm256_add_ps(totals[r], _mm256_mul_ps(factor, shifts));
-          }
-        }
+        const __m256 scales = halves(head + block % 2 * (kHeadBytes / 2) + 16 * half);
+        add_block<kRows, kBits>(chunk, all_rows, first_row, at + 32 * half, kBits, scales, totals);
+      }
+      chunk = rows.sums;
+      for (size_t block = 0; kShifted && block < blocks; block += kBlock, chunk += all_rows * kRowBytes) {
+        const size_t lines = shift_lines(blocks - block < kBlock ? blocks - block : kBlock);
+        const __m256 scales = _mm256_load_ps(reinterpret_cast<const float*>(at) + 8 * half);
+        add_block<kRows, 8>(chunk, all_rows, first_row, at + 64 + 32 * half, lines, scales, totals);
+        at += 64 + 64 * lines;
       }
       for (int r = 0; r < kRows; ++r) _mm256_storeu_ps(sums[r] + 8 * half, totals[r]);
     }
@@ -93,16 +99,16 @@ void multiply(const QuantisedRows& rows, const Columns& columns) {
     one.out += (group - columns.first_group) * kColumns;
     for (size_t row = 0; row < rows.count; row += kPassRows) switch (rows.count - row) {
         case 1:
-          pass<1, kBits, kShifted>(rows.data, rows.count, row, rows.blocks, one);
+          pass<1, kBits, kShifted>(rows, row, one);
           break;
         case 2:
-          pass<2, kBits, kShifted>(rows.data, rows.count, row, rows.blocks, one);
+          pass<2, kBits, kShifted>(rows, row, one);
           break;
         case 3:
-          pass<3, kBits, kShifted>(rows.data, rows.count, row, rows.blocks, one);
+          pass<3, kBits, kShifted>(rows, row, one);
           break;
         default:
-          pass<4, kBits, kShifted>(rows.data, rows.count, row, rows.blocks, one);
+          pass<4, kBits, kShifted>(rows, row, one);
       }
   }
 }
@@ -171,8 +177,9 @@ bool usable() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports(
 
 }  // namespace
 
-const Path kAvx2 = {"avx2",            usable, kPortable.quantise, multiply<4, false>, multiply<8, false>,
-                    multiply<4, true>, attend, gate,               merge};
+const Path kAvx2 = {
+    "avx2", usable, kPortable.quantise, multiply<4, false>, multiply<8, false>, multiply<4, true>, attend, gate,
+    merge,  divide};
 
 }  // namespace elsi
 #endif

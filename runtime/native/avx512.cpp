@@ -24,63 +24,65 @@ ELSI_512_INLINE __m512 halves(const uint8_t* head) {  // 16 of 16 bits
   return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(head)));
 }
 
-// shift_factor of all rows of a block at once.
-template <int kRows>
-ELSI_512_INLINE __m512 shift_factors(const uint8_t* chunk) {
-  constexpr auto kAll = static_cast<__mmask16>((1u << kRows) - 1);
-  const __m512 offsets = _mm512_cvtepi32_ps(_mm512_maskz_loadu_epi32(kAll, chunk + kRows * kBlock));
-  const __m512 scales = _mm512_maskz_loadu_ps(kAll, chunk + kRows * (kBlock + 4));
-  return _mm512_mul_ps(_mm512_mul_ps(offsets, _mm512_set1_ps(-0.125f)), scales);
+// sums += a block's products; `lines` of its levels, all of them but at the end of shifts.
+template <int kRows, int kBits>
+ELSI_512_INLINE void add_block(const uint8_t* chunk, const uint8_t* levels, size_t lines, __m512 scales, __m512* sums) {
+  const __m512i low = _mm512_set1_epi8(15);
+  __m512i dots[kRows];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) dots[r] = four(chunk + kRows * kBlock + 4 * r);
+#pragma GCC unroll 8
+  for (size_t i = 0; i < lines; ++i) {
+    const __m512i raw = _mm512_load_si512(levels + 64 * i);
+    const __m512i first = kBits == 4 ? _mm512_and_si512(raw, low) : raw;
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) dots[r] = _mm512_dpbusd_epi32(dots[r], first, four(chunk + r * kBlock + 4 * i));
+    if constexpr (kBits == 4) {
+      const __m512i second = _mm512_and_si512(_mm512_srli_epi16(raw, 4), low);
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r)
+        dots[r] = _mm512_dpbusd_epi32(dots[r], second, four(chunk + r * kBlock + 16 + 4 * i));
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+    float scale;
+    std::memcpy(&scale, chunk + kRows * (kBlock + 4) + 4 * r, 4);
+    const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[r]), _mm512_set1_ps(scale));
+    sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(scaled, scales));
+  }
+}
+
+ELSI_512_INLINE void fetch(const uint8_t* line) {
+  _mm_prefetch(reinterpret_cast<const char*>(line + kAhead), _MM_HINT_T1);
 }
 
 template <int kRows, int kBits, bool kShifted>
 ELSI_512 void pass(const QuantisedRows& rows, const Columns& columns) {
-  constexpr size_t kRecord = record_bytes(kBits);
-  const __m512i low = _mm512_set1_epi8(15);
   for (size_t group = columns.first_group; group < columns.last_group; ++group) {
-    const uint8_t* record = columns.weights + group * rows.blocks * kRecord;
+    const uint8_t* at = columns.weights + group * group_bytes(kBits, kShifted, rows.blocks);
     const uint8_t* chunk = rows.data;
+    const uint8_t* head = at;
     __m512 sums[kRows];
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) sums[r] = _mm512_setzero_ps();
-    for (size_t block = 0; block < rows.blocks; ++block, record += kRecord, chunk += kRows * kRowBytes) {
-      __m512i dots[kRows];
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) dots[r] = four(chunk + kRows * kBlock + 4 * r);
-#pragma GCC unroll 9
-      for (size_t line = 0; line < kRecord; line += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(record + kAhead + line), _MM_HINT_T1);
+    for (size_t block = 0; block < rows.blocks; ++block, at += level_bytes(kBits), chunk += kRows * kRowBytes) {
+      if (block % 2 == 0) {
+        fetch(at);
+        head = at;
+        at += kHeadBytes;
+      }
 #pragma GCC unroll 8
-      for (int i = 0; i < kBits; ++i) {
-        const __m512i raw = _mm512_load_si512(record + kScaleBytes + 64 * i);
-        const __m512i first = kBits == 4 ? _mm512_and_si512(raw, low) : raw;
-#pragma GCC unroll 12
-        for (int r = 0; r < kRows; ++r) dots[r] = _mm512_dpbusd_epi32(dots[r], first, four(chunk + r * kBlock + 4 * i));
-        if constexpr (kBits == 4) {
-          const __m512i second = _mm512_and_si512(_mm512_srli_epi16(raw, 4), low);
-#pragma GCC unroll 12
-          for (int r = 0; r < kRows; ++r)
-            dots[r] = _mm512_dpbusd_epi32(dots[r], second, four(chunk + r * kBlock + 16 + 4 * i));
-        }
-      }
-      __m512 scales;
-      [[maybe_unused]] __m512 shifts;
-      [[maybe_unused]] alignas(64) float factors[kColumns];
-      if constexpr (kShifted) {
-        scales = halves(record);
-        shifts = halves(record + kScaleBytes / 2);
-        _mm512_store_ps(factors, shift_factors<kRows>(chunk));
-      } else {
-        scales = _mm512_load_ps(record);
-      }
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) {
-        float scale;
-        std::memcpy(&scale, chunk + kRows * (kBlock + 4) + 4 * r, 4);
-        const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[r]), _mm512_set1_ps(scale));
-        sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(scaled, scales));
-        if constexpr (kShifted)
-          sums[r] = _mm512_add_ps(sums[r], _mm512_mul_ps(_mm512_set1_ps(factors[r]), shifts));
+      for (int line = 0; line < kBits; ++line) fetch(at + 64 * line);
+      add_block<kRows, kBits>(chunk, at, kBits, halves(head + block % 2 * (kHeadBytes / 2)), sums);
+    }
+    if constexpr (kShifted) {
+      chunk = rows.sums;
+      for (size_t block = 0; block < rows.blocks; block += kBlock, chunk += kRows * kRowBytes) {
+        const size_t lines = shift_lines(rows.blocks - block < kBlock ? rows.blocks - block : kBlock);
+        for (size_t line = 0; line <= lines; ++line) fetch(at + 64 * line);
+        add_block<kRows, 8>(chunk, at + 64, lines, _mm512_load_ps(at), sums);
+        at += 64 + 64 * lines;
       }
     }
     const size_t left = columns.columns - group * kColumns;
@@ -185,8 +187,9 @@ bool usable() {
 
 }  // namespace
 
-const Path kAvx512Vnni = {"avx512vnni",      usable, quantise, multiply<4, false>, multiply<8, false>,
-                          multiply<4, true>, attend, gate,     merge};
+const Path kAvx512Vnni = {
+    "avx512vnni", usable, quantise, multiply<4, false>, multiply<8, false>, multiply<4, true>, attend,
+    gate,         merge,  divide};
 
 }  // namespace elsi
 #endif

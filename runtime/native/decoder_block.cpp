@@ -3,7 +3,8 @@
 //   middle = x + attention(norm(x) Wqkv) Wo;  y = middle + (SiLU(norm(middle) Wgate) * (norm(middle) Wup)) Wdown
 //
 // The operations are those of NormMatMulBlocks, TreeAttention, MatMulBlocks and NormGatedBlocks one after another, in
-// the same order, but with one hand-off to the pool for all of them: at a few rows that is half of a small block's time.
+// the same order, but with one hand-off to the pool for all of them: at a few rows that is half of a small block's
+// time.
 //
 // Inputs: x; keys, values, cos, sin, cached, parents as TreeAttention has them; gamma of either norm; levels and scales
 // of Wqkv, Wo, Wgate, Wup, Wdown; optionally the same ten for their shifts, shift_values and shift_scales.
@@ -26,9 +27,9 @@ constexpr size_t kFetched = 64 << 10;  // bytes of weights asked for while atten
 // Matrix `index` of the five.
 PackedMatrix packed(const NodeInfo& node, size_t index, size_t inputs, size_t columns) {
   const size_t given = node.input_count(), all = kInputs + 2 * kMatrixCount;
-  require(given == kInputs || given == all, "there are " + std::to_string(given) + " inputs, it must be " +
-                                                std::to_string(kInputs) + ", or " + std::to_string(all) +
-                                                " with shifts");
+  ELSI_REQUIRE(given == kInputs || given == all, "there are " + std::to_string(given) + " inputs, it must be " +
+                                                     std::to_string(kInputs) + ", or " + std::to_string(all) +
+                                                     " with shifts");
   const PackedMatrix::Tensors tensors =
       PackedMatrix::tensors(node, kMatrices + 2 * index, given == all ? kInputs + 2 * index : 0);
   return PackedMatrix(tensors, inputs, columns, bits_of(node));
@@ -50,15 +51,15 @@ class DecoderBlock : public Kernel {
 
   void compute(const Call& call) const override {
     const Tensor input = call.input(0, abi::kFloat);
-    require(input.shape.size() == 3 && input.shape[0] == 1 && input.shape[2] == static_cast<int64_t>(width_),
-            "x is " + text(input.shape) + ", it must be [1, T, " + std::to_string(width_) + "]");
+    ELSI_REQUIRE(input.shape.size() == 3 && input.shape[0] == 1 && input.shape[2] == static_cast<int64_t>(width_),
+                 "x is " + text(input.shape) + ", it must be [1, T, " + std::to_string(width_) + "]");
     const size_t rows = static_cast<size_t>(input.shape[1]), mlp = mlp_.gate.columns();
     const float* x = input.as<float>();
     const Attention::Run attention =
         attention_.start(call, Attention::inputs(call, kAttention), rows, qkv_.columns(), 1);
-    require(attention_.heads() * attention.width() == attended_,
-            "attribute attended is " + std::to_string(attended_) + ", heads and cache say " +
-                std::to_string(attention_.heads() * attention.width()));
+    ELSI_REQUIRE(attention_.heads() * attention.width() == attended_,
+                 "attribute attended is " + std::to_string(attended_) + ", heads and cache say " +
+                     std::to_string(attention_.heads() * attention.width()));
     float* y = call.output(0, input.shape, abi::kFloat).as_mutable<float>();
     if (rows == 0) return;
     const size_t widest = std::max({qkv_.columns(), attended_, mlp, width_});
@@ -66,14 +67,13 @@ class DecoderBlock : public Kernel {
     float* normed = reinterpret_cast<float*>(buffer.reserve(rows * (2 * width_ + widest) * sizeof(float)));
     float *middle = normed + rows * width_, *wide = middle + rows * width_;  // wide: qkv, then the gated rows
     Activations::make_room(rows, widest);
-    const Activations of_width(rows, width_), of_attended(rows, attended_), of_mlp(rows, mlp);
-    const int zero = qkv_.zero();
+    const Activations of_width(rows, qkv_), of_attended(rows, o_), of_mlp(rows, down_);
 
     auto normalise = [&](const SkipNorm* norm, const float* from) {
       return [&, norm, from](size_t row) {
         float* to = normed + row * width_;
         norm->norm_row(from + row * width_, to);
-        of_width.quantise_row(path_, to, row, zero);
+        of_width.quantise_row(path_, to, row);
       };
     };
     const size_t threads = Team::threads_seen();
@@ -92,13 +92,13 @@ class DecoderBlock : public Kernel {
       member.phase(rows, [&](size_t row) {
         float* out = wide + row * attended_;  // the queries, keys and values have been read
         attention.finish(row, out);
-        of_attended.quantise_row(path_, out, row, zero);
+        of_attended.quantise_row(path_, out, row);
       });
       product(member, threads, o_, of_attended, middle, x);
       member.phase(rows, normalise(&second_norm_, middle));
       const size_t tasks = even_task_count(mlp_.gate.groups(), 2 * mlp_.gate.group_bytes(), threads);
       member.phase(tasks, [&](size_t task) { mlp_.multiply_share(path_, of_width, task, tasks, wide); });
-      member.phase(rows, [&](size_t row) { of_mlp.quantise_row(path_, wide + row * mlp, row, zero); });
+      member.phase(rows, [&](size_t row) { of_mlp.quantise_row(path_, wide + row * mlp, row); });
       product(member, threads, down_, of_mlp, y, middle);
     });
     attention.require_memory();

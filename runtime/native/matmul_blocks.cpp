@@ -33,14 +33,14 @@ class Source {
   // Refused where the last axis is not K, or where skip is not as x is.
   Rows read(const Call& call, size_t columns) const {
     const Tensor x = call.input(0, abi::kFloat);
-    require(!x.shape.empty() && x.shape.back() == static_cast<int64_t>(inputs_),
-            "x is " + text(x.shape) + ", its last axis must be K = " + std::to_string(inputs_));
+    ELSI_REQUIRE(!x.shape.empty() && x.shape.back() == static_cast<int64_t>(inputs_),
+                 "x is " + text(x.shape) + ", its last axis must be K = " + std::to_string(inputs_));
     std::vector<int64_t> shape = x.shape;
     shape.back() = static_cast<int64_t>(columns);
     Rows rows{x.as<float>(), x.size() / inputs_, call.output(0, shape, abi::kFloat).as_mutable<float>()};
     if (norm_) {
       const Tensor skip = call.input(1, abi::kFloat);
-      require(skip.shape == x.shape, "skip is " + text(skip.shape) + ", x is " + text(x.shape));
+      ELSI_REQUIRE(skip.shape == x.shape, "skip is " + text(skip.shape) + ", x is " + text(x.shape));
       float* sums = call.output(1, x.shape, abi::kFloat).as_mutable<float>();
       rows.data = norm_->run(call.pool(), rows.data, skip.as<float>(), sums, rows.count);
     }
@@ -55,9 +55,9 @@ class Source {
 // Matrix `index` of the `count` that a node has.
 PackedMatrix packed(const NodeInfo& node, const Source& source, size_t index, size_t count) {
   const size_t plain = source.place(2 * count), shifted = source.place(4 * count), given = node.input_count();
-  require(given == plain || given == shifted, "there are " + std::to_string(given) + " inputs, it must be " +
-                                                  std::to_string(plain) + ", or " + std::to_string(shifted) +
-                                                  " with shifts");
+  ELSI_REQUIRE(given == plain || given == shifted, "there are " + std::to_string(given) + " inputs, it must be " +
+                                                       std::to_string(plain) + ", or " + std::to_string(shifted) +
+                                                       " with shifts");
   const size_t shifts = given == shifted ? source.place(2 * (count + index)) : 0;
   const PackedMatrix::Tensors tensors = PackedMatrix::tensors(node, source.place(2 * index), shifts);
   node.integer("block_size", kBlock, kBlock);
@@ -67,16 +67,14 @@ PackedMatrix packed(const NodeInfo& node, const Source& source, size_t index, si
 class MatMulBlocks : public Kernel {
  public:
   MatMulBlocks(const NodeInfo& node, bool normed)
-      : path_(chosen_path()),
-        source_(node, normed),
-        matrix_(packed(node, source_, 0, 1)) {}
+      : path_(chosen_path()), source_(node, normed), matrix_(packed(node, source_, 0, 1)) {}
 
   void compute(const Call& call) const override {
     const size_t columns = matrix_.columns();
     const Source::Rows rows = source_.read(call, columns);
     if (rows.count == 0) return;
     const Pool pool = call.pool();
-    const Activations acts(path_, pool, rows.data, rows.count, source_.inputs(), matrix_.zero());
+    const Activations acts(path_, pool, rows.data, rows.count, matrix_);
     const size_t tasks = task_count(matrix_.groups(), matrix_.group_bytes(), rows.count);
     auto work = [&](size_t task) { multiply_share(path_, matrix_, acts, task, tasks, rows.y); };
     pool.run(tasks, work);
@@ -100,7 +98,7 @@ class GatedBlocks : public Kernel {
     const Source::Rows rows = source_.read(call, gate.columns());
     if (rows.count == 0) return;
     const Pool pool = call.pool();
-    const Activations acts(path_, pool, rows.data, rows.count, source_.inputs(), gate.zero());
+    const Activations acts(path_, pool, rows.data, rows.count, gate);
     const size_t tasks = task_count(gate.groups(), 2 * gate.group_bytes(), rows.count);
     auto work = [&](size_t task) { matrices_.multiply_share(path_, acts, task, tasks, rows.y); };
     pool.run(tasks, work);

@@ -1,6 +1,7 @@
 #include "matrix.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "half.h"
@@ -12,12 +13,14 @@ constexpr int64_t kMostColumns = 1 << 24;
 constexpr size_t kTaskBytes = 48 << 10;  // of weights, at few rows: about 5 us from memory
 constexpr size_t kMostTasks = 32;
 constexpr size_t kEvenTaskBytes = 64 << 10;  // shorter runs through memory are slower
-constexpr size_t kSerialValues = 32 << 10;  // quantised by the caller alone below this
+constexpr size_t kSerialValues = 32 << 10;   // quantised by the caller alone below this
 
 Buffer& activation_buffer() {  // of the thread that runs the graph; its workers read it
   static thread_local Buffer buffer;
   return buffer;
 }
+
+size_t blocks_of(size_t inputs) { return (inputs + kBlock - 1) / kBlock; }
 
 unsigned value_at(const uint8_t* block, size_t input, int bits) {
   if (bits == 8) return block[input];
@@ -30,26 +33,34 @@ void require_blocks(const std::string& what, const Tensor& values, const Tensor&
                     size_t blob) {
   const std::vector<int64_t> shape = {static_cast<int64_t>(columns), static_cast<int64_t>(blocks),
                                       static_cast<int64_t>(blob)};
-  require(values.type == abi::kUint8 && values.shape == shape,
-          "the " + what + (what.empty() ? "weights" : "values") + " are " + text(values.shape) + " of type " +
-              std::to_string(values.type) + ", K, N and bits say uint8 " + text(shape));
-  require(scales.type == abi::kFloat && scales.size() == columns * blocks,
-          "the " + what + "scales are " + text(scales.shape) + " of type " + std::to_string(scales.type) +
-              ", K and N say " + std::to_string(columns * blocks) + " float32");
+  ELSI_REQUIRE(values.type == abi::kUint8 && values.shape == shape,
+               "the " + what + (what.empty() ? "weights" : "values") + " are " + text(values.shape) + " of type " +
+                   std::to_string(values.type) + ", K, N and bits say uint8 " + text(shape));
+  ELSI_REQUIRE(scales.type == abi::kFloat && scales.size() == columns * blocks,
+               "the " + what + "scales are " + text(scales.shape) + " of type " + std::to_string(scales.type) +
+                   ", K and N say " + std::to_string(columns * blocks) + " float32");
 }
 
-void put_half(uint8_t* to, float value, const char* what) {
-  const uint16_t half = to_half(value);
-  require(is_finite_half(half),
-          std::string("a ") + what + " is " + std::to_string(value) + ", a 16-bit float holds up to 65504");
+void put_half(uint8_t* to, float scale) {
+  const uint16_t half = to_half(scale);
+  ELSI_REQUIRE(is_finite_half(half), "a scale is " + std::to_string(scale) + ", a 16-bit float holds up to 65504");
   std::memcpy(to, &half, sizeof half);
+}
+
+// The first `count` levels of a column's block into its bytes of each line.
+void put_levels(uint8_t* to, const uint8_t* block, size_t count, int bits) {
+  for (size_t i = 0; i < count; ++i) {
+    const size_t line = bits == 4 ? i / 4 % 4 : i / 4;
+    const unsigned high = bits == 4 && i >= 16 ? 4 : 0;
+    to[64 * line + i % 4] |= static_cast<uint8_t>(value_at(block, i, bits) << high);
+  }
 }
 
 }  // namespace
 
 int bits_of(const NodeInfo& node) {
   const int bits = static_cast<int>(node.integer("bits", 4, 8));
-  require(bits == 4 || bits == 8, "attribute bits is " + std::to_string(bits) + ", it must be 4 or 8");
+  ELSI_REQUIRE(bits == 4 || bits == 8, "attribute bits is " + std::to_string(bits) + ", it must be 4 or 8");
   return bits;
 }
 
@@ -59,38 +70,37 @@ size_t size_of(const NodeInfo& node, const char* name) {
 
 PackedMatrix::PackedMatrix(const Tensors& tensors, size_t inputs, size_t columns, int bits)
     : inputs_(inputs), columns_(columns), bits_(bits), shifted_(tensors.shifted) {
-  const size_t blob = kBlock * static_cast<size_t>(bits) / 8, shift_blocks = (blocks() + kBlock - 1) / kBlock;
+  const size_t blob = kBlock * static_cast<size_t>(bits) / 8, shift_blocks = blocks_of(blocks());
   if (shifted_) {
-    require(bits == 4, "attribute bits is " + std::to_string(bits) + ", a product with shifts takes 4");
-    require(inputs % kBlock == 0, "K is " + std::to_string(inputs) + ", a product with shifts takes a multiple of 32");
+    ELSI_REQUIRE(bits == 4, "attribute bits is " + std::to_string(bits) + ", a product with shifts takes 4");
+    ELSI_REQUIRE(inputs % kBlock == 0,
+                 "K is " + std::to_string(inputs) + ", a product with shifts takes a multiple of 32");
     require_blocks("shift ", tensors.shift_values, tensors.shift_scales, columns, shift_blocks, kBlock);
   }
   require_blocks("", tensors.values, tensors.scales, columns, blocks(), blob);
-  const size_t record = record_bytes(bits);
   packed_ = StoredBytes(groups() * group_bytes());
-  uint8_t* out = packed_.data();
-  for (size_t column = 0; column < columns; ++column)
-    for (size_t block = 0; block < blocks(); ++block) {
-      const size_t c = column % kColumns;
-      uint8_t* to = out + (column / kColumns * blocks() + block) * record;
+  for (size_t column = 0; column < columns; ++column) {
+    uint8_t* at = packed_.data() + column / kColumns * group_bytes();
+    const size_t c = column % kColumns;
+    uint8_t* head = at;
+    for (size_t block = 0; block < blocks(); ++block, at += level_bytes(bits)) {
+      if (block % 2 == 0) {
+        head = at;
+        at += kHeadBytes;
+      }
+      put_half(head + block % 2 * (kHeadBytes / 2) + 2 * c, tensors.scales.as<float>()[column * blocks() + block]);
       const uint8_t* from = tensors.values.as<uint8_t>() + (column * blocks() + block) * blob;
-      const float scale = tensors.scales.as<float>()[column * blocks() + block];
-      if (shifted_) {
-        const size_t at = column * shift_blocks + block / kBlock;
-        const int value = tensors.shift_values.as<uint8_t>()[at * kBlock + block % kBlock] - 128;
-        put_half(to + 2 * c, scale, "scale");
-        const float by = tensors.shift_scales.as<float>()[at];
-        put_half(to + kScaleBytes / 2 + 2 * c, static_cast<float>(value) * by, "shift");
-      } else {
-        std::memcpy(to + 4 * c, &scale, 4);
-      }
-      const size_t count = std::min(kBlock, inputs - block * kBlock);
-      for (size_t i = 0; i < count; ++i) {
-        const size_t line = bits == 4 ? i / 4 % 4 : i / 4;
-        const unsigned shift = bits == 4 && i >= 16 ? 4 : 0;
-        to[kScaleBytes + 64 * line + 4 * c + i % 4] |= static_cast<uint8_t>(value_at(from, i, bits) << shift);
-      }
+      put_levels(at + 4 * c, from, std::min(kBlock, inputs - block * kBlock), bits);
     }
+    for (size_t first = 0; shifted_ && first < blocks(); first += kBlock) {
+      const size_t record = column * shift_blocks + first / kBlock, count = std::min(kBlock, blocks() - first);
+      const float scale = tensors.shift_scales.as<float>()[record];
+      ELSI_REQUIRE(std::isfinite(scale), "a scale of shifts is " + std::to_string(scale) + ", it must be finite");
+      std::memcpy(at + 4 * c, &scale, 4);
+      put_levels(at + 64 + 4 * c, tensors.shift_values.as<uint8_t>() + record * kBlock, count, 8);
+      at += 64 + 64 * shift_lines(count);
+    }
+  }
 }
 
 void PackedMatrix::multiply(const Path& path, const QuantisedRows& rows, size_t first, size_t last, float* out,
@@ -115,40 +125,63 @@ PackedMatrix::Tensors PackedMatrix::tensors(const NodeInfo& node, size_t at, siz
   return out;
 }
 
-Activations::Activations(size_t rows, size_t inputs)
+Activations::Activations(size_t rows, const PackedMatrix& matrix)
     : rows_(rows),
-      inputs_(inputs),
-      blocks_((inputs + kBlock - 1) / kBlock),
-      data_(activation_buffer().reserve(rows * blocks_ * kRowBytes)) {}
+      inputs_(matrix.inputs()),
+      blocks_(matrix.blocks()),
+      zero_(matrix.zero()),
+      sums_(matrix.shifted()),
+      data_(room(rows, blocks_)) {}
 
-Activations::Activations(const Path& path, const Pool& pool, const float* x, size_t rows, size_t inputs, int zero)
-    : Activations(rows, inputs) {
-  auto quantise = [&](size_t index) { quantise_chunk(path, x, index, zero); };
-  if (rows * inputs >= kSerialValues) {
+Activations::Activations(const Path& path, const Pool& pool, const float* x, size_t rows, const PackedMatrix& matrix)
+    : Activations(rows, matrix) {
+  auto quantise = [&](size_t index) { quantise_chunk(path, x, index); };
+  if (rows * inputs_ >= kSerialValues) {
     pool.run(chunks(), quantise);
   } else {
     for (size_t index = 0; index < chunks(); ++index) quantise(index);
   }
 }
 
-void Activations::make_room(size_t rows, size_t most_inputs) { Activations(rows, most_inputs); }
+uint8_t* Activations::room(size_t rows, size_t blocks) {
+  return activation_buffer().reserve(rows * (blocks + blocks_of(blocks)) * kRowBytes);
+}
+
+void Activations::make_room(size_t rows, size_t most_inputs) { room(rows, blocks_of(most_inputs)); }
 
 QuantisedRows Activations::chunk(size_t index) const {
   const size_t first = first_row(index), end = first_row(index + 1);
-  return {data_ + first * blocks_ * kRowBytes, end - first, blocks_};
+  const uint8_t* sums = data_ + rows_ * blocks_ * kRowBytes;
+  return {data_ + first * blocks_ * kRowBytes, sums + first * blocks_of(blocks_) * kRowBytes, end - first, blocks_};
 }
 
-void Activations::quantise_chunk(const Path& path, const float* x, size_t index, int zero) const {
+void Activations::quantise_chunk(const Path& path, const float* x, size_t index) const {
   const QuantisedRows rows = chunk(index);
-  for (size_t r = 0; r < rows.count; ++r)
-    path.quantise(x + (first_row(index) + r) * inputs_, inputs_, zero, const_cast<uint8_t*>(rows.data), r, rows.count);
+  for (size_t r = 0; r < rows.count; ++r) quantise(path, x + (first_row(index) + r) * inputs_, rows, r);
 }
 
-void Activations::quantise_row(const Path& path, const float* x, size_t row, int zero) const {
+void Activations::quantise_row(const Path& path, const float* x, size_t row) const {
   size_t index = 0;
   while (first_row(index + 1) <= row) ++index;
-  const QuantisedRows rows = chunk(index);
-  path.quantise(x, inputs_, zero, const_cast<uint8_t*>(rows.data), row - first_row(index), rows.count);
+  quantise(path, x, chunk(index), row - first_row(index));
+}
+
+void Activations::quantise(const Path& path, const float* x, const QuantisedRows& chunk, size_t row) const {
+  path.quantise(x, inputs_, zero_, const_cast<uint8_t*>(chunk.data), row, chunk.count);
+  float sums[kBlock];
+  for (size_t first = 0; sums_ && first < blocks_; first += kBlock) {
+    const size_t count = std::min(kBlock, blocks_ - first);
+    for (size_t i = 0; i < count; ++i) {
+      const uint8_t* block = chunk.data + (first + i) * chunk.count * kRowBytes + chunk.count * kBlock + 4 * row;
+      int32_t offset;
+      float scale;
+      std::memcpy(&offset, block, 4);
+      std::memcpy(&scale, block + 4 * chunk.count, 4);
+      sums[i] = block_sum(offset, scale);
+    }
+    uint8_t* to = const_cast<uint8_t*>(chunk.sums) + first / kBlock * chunk.count * kRowBytes;
+    path.quantise(sums, count, 128, to, row, chunk.count);
+  }
 }
 
 size_t task_count(size_t groups, size_t group_bytes, size_t rows) {

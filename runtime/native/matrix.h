@@ -9,19 +9,22 @@
 
 namespace elsi {
 
-int bits_of(const NodeInfo& node);                        // attribute bits: 4 or 8
+int bits_of(const NodeInfo& node);                       // attribute bits: 4 or 8
 size_t size_of(const NodeInfo& node, const char* name);  // an attribute that counts rows or columns of a matrix
 
-// Columns in groups of 16, inputs in blocks of 32. Record (group, block), records in that order:
+// Columns in groups of 16, inputs in blocks of 32. A group holds, for each pair of blocks,
 //
-//   bytes 0..63     scale of column 0..15, float32; in a shifted matrix 16 scales, then 16 shifts, 16-bit floats
+//   64 bytes        scales of column 0..15 in the first block, then in the second, 16-bit floats
+//   levels of the first block, then of the second (not there where blocks are odd in number):
 //   4 bits: line l = 0..3, 64 bytes each, byte 4 * c + i of it:
 //                   low nibble  input 4 * l + i      of column c
 //                   high nibble input 4 * l + i + 16 of column c
 //   8 bits: line l = 0..7, byte 4 * c + i: input 4 * l + i of column c
 //
-// Values are unsigned around the zero point (8 or 128), as in the file. Inputs and columns beyond the matrix are 0.
-// A shifted matrix has 4 bits: weight = scale * (value - 8) + shift, and K is a multiple of 32.
+// Levels are unsigned around the zero point (8 or 128), as in the file. Inputs and columns beyond the matrix are 0.
+// A shifted matrix has 4 bits: weight = scale * (level - 8) + shift, and K is a multiple of 32. Its shifts are an 8-bit
+// matrix [blocks, N] after each group's pairs: for every 32 blocks 16 float scales, then lines as above, the last ones
+// only as far as there are blocks.
 class PackedMatrix {
  public:
   // As MatMulNBits takes them: values uint8 [N, blocks, 4 * bits] and scales float [N, blocks] in any shape, where
@@ -32,17 +35,20 @@ class PackedMatrix {
     bool shifted = false;
     Tensor shift_values = {}, shift_scales = {};
   };
-  // Refused where they are not so, and where a shifted matrix's scale or shift is no finite 16-bit float.
+  // Refused where they are not so, where a scale is not finite as a 16-bit float, and where that of shifts is not at
+  // all.
   PackedMatrix(const Tensors& tensors, size_t inputs, size_t columns, int bits);
 
   size_t inputs() const { return inputs_; }
   size_t columns() const { return columns_; }
   size_t blocks() const { return (inputs_ + kBlock - 1) / kBlock; }
   size_t groups() const { return (columns_ + kColumns - 1) / kColumns; }
-  size_t group_bytes() const { return blocks() * record_bytes(bits_); }
+  size_t group_bytes() const { return elsi::group_bytes(bits_, shifted_, blocks()); }
   int zero() const { return bits_ == 4 ? 8 : 128; }
+  bool shifted() const { return shifted_; }
 
-  // Tensors of a node: values and scales from input `at` on, those of the shifts from `shifts_at` on where that is not 0.
+  // Tensors of a node: values and scales from input `at` on, those of the shifts from `shifts_at` on where that is not
+  // 0.
   static Tensors tensors(const NodeInfo& node, size_t at, size_t shifts_at);
 
   // Asks for share `task` of `tasks` of the first `most` bytes, to be there when they are needed.
@@ -59,11 +65,11 @@ class PackedMatrix {
   StoredBytes packed_;
 };
 
-// Rows quantised for matrices of one zero point; a view into a buffer that the calling thread keeps, one for all of them.
+// Rows quantised for a matrix and others of its kind; a view into a buffer that the calling thread keeps, one for all.
 class Activations {
  public:
-  Activations(size_t rows, size_t inputs);  // not quantised yet
-  Activations(const Path& path, const Pool& pool, const float* x, size_t rows, size_t inputs, int zero);
+  Activations(size_t rows, const PackedMatrix& matrix);  // not quantised yet
+  Activations(const Path& path, const Pool& pool, const float* x, size_t rows, const PackedMatrix& matrix);
 
   // So that several may follow each other in the buffer without its moving.
   static void make_room(size_t rows, size_t most_inputs);
@@ -72,12 +78,16 @@ class Activations {
   size_t chunks() const { return (rows_ + kMaxRows - 1) / kMaxRows; }
   size_t first_row(size_t chunk) const { return chunk * rows_ / chunks(); }
   QuantisedRows chunk(size_t index) const;
-  void quantise_row(const Path& path, const float* x, size_t row, int zero) const;  // x [K] of that row
+  void quantise_row(const Path& path, const float* x, size_t row) const;  // x [K] of that row
 
  private:
-  void quantise_chunk(const Path& path, const float* x, size_t index, int zero) const;
+  void quantise_chunk(const Path& path, const float* x, size_t index) const;
+  void quantise(const Path& path, const float* x, const QuantisedRows& chunk, size_t row) const;  // a row of the chunk
+  static uint8_t* room(size_t rows, size_t blocks);
 
   size_t rows_, inputs_, blocks_;
+  int zero_;
+  bool sums_;  // whether sums of blocks are needed
   uint8_t* data_;
 };
 

@@ -23,7 +23,7 @@ float32x4_t halves(const uint8_t* head) {  // 4 of 16 bits
   return vcvt_f32_f16(vreinterpret_f16_u16(bits));
 }
 
-using Pass = void (*)(const uint8_t*, size_t, size_t, size_t, const Columns&);
+using Pass = void (*)(const QuantisedRows&, size_t, const Columns&);
 
 // A group at a time, so that its weights are still in the cache for the rows that follow.
 void all_groups(const Pass (&by_rows)[kPassRows], const QuantisedRows& rows, const Columns& columns) {
@@ -34,7 +34,7 @@ void all_groups(const Pass (&by_rows)[kPassRows], const QuantisedRows& rows, con
     one.out += (group - columns.first_group) * kColumns;
     for (size_t row = 0; row < rows.count; row += kPassRows) {
       const size_t left = rows.count - row < kPassRows ? rows.count - row : kPassRows;
-      by_rows[left - 1](rows.data, rows.count, row, rows.blocks, one);
+      by_rows[left - 1](rows, row, one);
     }
   }
 }
@@ -118,7 +118,8 @@ const Path kNeonDot = {"neon-dot",
                        dot::multiply<4, true>,
                        attend,
                        gate,
-                       merge};
+                       merge,
+                       divide};
 const Path kNeonI8mm = {"neon-i8mm",
                         has_i8mm,
                         kPortable.quantise,
@@ -127,7 +128,8 @@ const Path kNeonI8mm = {"neon-i8mm",
                         i8mm::multiply<4, true>,
                         attend,
                         gate,
-                        merge};
+                        merge,
+                        divide};
 
 }  // namespace elsi
 #endif

@@ -1,53 +1,62 @@
 // The product of a few rows with a group of 16 columns in NEON: included once for each kind of dot product, after
 // ELSI_NEON (target attribute), kUnsigned and add<kBits>(sum, weights, row) are defined.
 
+// totals += a block's products. Rows are those of a chunk from `first_row` on; `scales` by 4 columns.
+template <int kRows, int kBits>
+ELSI_NEON inline void add_block(const uint8_t* chunk, size_t all_rows, size_t first_row, const uint8_t* levels,
+                                size_t lines, const float32x4_t (&scales)[4], float32x4_t (&totals)[kRows][4]) {
+  const uint8_t* values = chunk + first_row * kBlock;
+  int32x4_t dots[kRows][4];
+  for (int r = 0; r < kRows; ++r) {
+    int32_t offset;
+    std::memcpy(&offset, chunk + all_rows * kBlock + 4 * (first_row + r), 4);
+    for (int c = 0; c < 4; ++c) dots[r][c] = vdupq_n_s32(kUnsigned ? offset : 0);
+  }
+  for (size_t i = 0; i < lines; ++i)
+    for (int c = 0; c < 4; ++c) {
+      const uint8x16_t raw = vld1q_u8(levels + 64 * i + 16 * c);
+      const uint8x16_t lower = kBits == 4 ? vandq_u8(raw, vdupq_n_u8(15)) : raw, upper = vshrq_n_u8(raw, 4);
+      for (int r = 0; r < kRows; ++r) {
+        int32_t first, second;
+        std::memcpy(&first, values + r * kBlock + 4 * i, 4);
+        dots[r][c] = add<kBits>(dots[r][c], lower, vreinterpretq_s8_s32(vdupq_n_s32(first)));
+        if (kBits == 4) {
+          std::memcpy(&second, values + r * kBlock + 16 + 4 * (i % 4), 4);
+          dots[r][c] = add<kBits>(dots[r][c], upper, vreinterpretq_s8_s32(vdupq_n_s32(second)));
+        }
+      }
+    }
+  for (int r = 0; r < kRows; ++r) {
+    float scale;
+    std::memcpy(&scale, chunk + all_rows * (kBlock + 4) + 4 * (first_row + r), 4);
+    for (int c = 0; c < 4; ++c)
+      totals[r][c] = vaddq_f32(totals[r][c], vmulq_f32(vmulq_n_f32(vcvtq_f32_s32(dots[r][c]), scale), scales[c]));
+  }
+}
+
 template <int kRows, int kBits, bool kShifted>
-ELSI_NEON void pass(const uint8_t* data, size_t all_rows, size_t first_row, size_t blocks, const Columns& columns) {
-  constexpr size_t kRecord = record_bytes(kBits);
-  const uint8_t* record = columns.weights + columns.first_group * blocks * kRecord;
-  float32x4_t totals[kRows][4];
+ELSI_NEON void pass(const QuantisedRows& rows, size_t first_row, const Columns& columns) {
+  const size_t blocks = rows.blocks, all_rows = rows.count;
+  const uint8_t* at = columns.weights + columns.first_group * group_bytes(kBits, kShifted, blocks);
+  const uint8_t* chunk = rows.data;
+  const uint8_t* head = at;
+  float32x4_t totals[kRows][4], scales[4];
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < 4; ++c) totals[r][c] = vdupq_n_f32(0.0f);
-  const uint8_t* chunk = data;
-  for (size_t block = 0; block < blocks; ++block, record += kRecord, chunk += all_rows * kRowBytes) {
-    const uint8_t* values = chunk + first_row * kBlock;
-    int32x4_t dots[kRows][4];
-    for (int r = 0; r < kRows; ++r) {
-      int32_t offset;
-      std::memcpy(&offset, chunk + all_rows * kBlock + 4 * (first_row + r), 4);
-      for (int c = 0; c < 4; ++c) dots[r][c] = vdupq_n_s32(kUnsigned ? offset : 0);
+  for (size_t block = 0; block < blocks; ++block, at += level_bytes(kBits), chunk += all_rows * kRowBytes) {
+    if (block % 2 == 0) {
+      head = at;
+      at += kHeadBytes;
     }
-    for (int i = 0; i < kBits; ++i)
-      for (int c = 0; c < 4; ++c) {
-        const uint8x16_t raw = vld1q_u8(record + kScaleBytes + 64 * i + 16 * c);
-        const uint8x16_t lower = kBits == 4 ? vandq_u8(raw, vdupq_n_u8(15)) : raw, upper = vshrq_n_u8(raw, 4);
-        for (int r = 0; r < kRows; ++r) {
-          int32_t first, second;
-          std::memcpy(&first, values + r * kBlock + 4 * i, 4);
-          dots[r][c] = add<kBits>(dots[r][c], lower, vreinterpretq_s8_s32(vdupq_n_s32(first)));
-          if (kBits == 4) {
-            std::memcpy(&second, values + r * kBlock + 16 + 4 * (i % 4), 4);
-            dots[r][c] = add<kBits>(dots[r][c], upper, vreinterpretq_s8_s32(vdupq_n_s32(second)));
-          }
-        }
-      }
-    for (int r = 0; r < kRows; ++r) {
-      int32_t offset;
-      float scale;
-      std::memcpy(&offset, chunk + all_rows * kBlock + 4 * (first_row + r), 4);
-      std::memcpy(&scale, chunk + all_rows * (kBlock + 4) + 4 * (first_row + r), 4);
-      const float factor = kShifted ? shift_factor(offset, scale) : 0.0f;
-      for (int c = 0; c < 4; ++c) {
-        const float32x4_t scales =
-            kShifted ? halves(record + 8 * c) : vld1q_f32(reinterpret_cast<const float*>(record) + 4 * c);
-        const float32x4_t scaled = vmulq_n_f32(vcvtq_f32_s32(dots[r][c]), scale);
-        totals[r][c] = vaddq_f32(totals[r][c], vmulq_f32(scaled, scales));
-        if (kShifted) {
-          const float32x4_t shifts = halves(record + kScaleBytes / 2 + 8 * c);
-          totals[r][c] = vaddq_f32(totals[r][c], vmulq_n_f32(shifts, factor));
-        }
-      }
-    }
+    for (size_t c = 0; c < 4; ++c) scales[c] = halves(head + block % 2 * (kHeadBytes / 2) + 8 * c);
+    add_block<kRows, kBits>(chunk, all_rows, first_row, at, kBits, scales, totals);
+  }
+  chunk = rows.sums;
+  for (size_t block = 0; kShifted && block < blocks; block += kBlock, chunk += all_rows * kRowBytes) {
+    const size_t lines = shift_lines(blocks - block < kBlock ? blocks - block : kBlock);
+    for (int c = 0; c < 4; ++c) scales[c] = vld1q_f32(reinterpret_cast<const float*>(at) + 4 * c);
+    add_block<kRows, 8>(chunk, all_rows, first_row, at + 64, lines, scales, totals);
+    at += 64 + 64 * lines;
   }
   const size_t left = columns.columns - columns.first_group * kColumns, width = left < kColumns ? left : kColumns;
   for (int r = 0; r < kRows; ++r)

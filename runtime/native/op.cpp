@@ -3,17 +3,23 @@
 namespace elsi {
 namespace {
 
-void check(const abi::ApiTable* api, abi::Status* status, const std::string& what) {
-  if (status != nullptr) {
-    abi::ReleaseStatus::of(api)(status);
-    throw Refused(what);
-  }
+// Whether a call of the API went well; its status is let go.
+bool done(const abi::ApiTable* api, abi::Status* status) {
+  if (status != nullptr) abi::ReleaseStatus::of(api)(status);
+  return status == nullptr;
 }
 
-Tensor view(const abi::ApiTable* api, const abi::Value* value, const std::string& what) {
+// "input 3": a value in words.
+struct Place {
+  const char* kind;
+  size_t index;
+  std::string operator+(const char* what) const { return std::string(kind) + " " + std::to_string(index) + what; }
+};
+
+Tensor view(const abi::ApiTable* api, const abi::Value* value, const Place& what) {
   Tensor tensor;
   abi::TensorInfo* info = nullptr;
-  check(api, abi::GetTensorTypeAndShape::of(api)(value, &info), what + " is no tensor");
+  ELSI_REQUIRE(done(api, abi::GetTensorTypeAndShape::of(api)(value, &info)), what + " is no tensor");
   size_t rank = 0;
   abi::Status* status = abi::GetTensorElementType::of(api)(info, &tensor.type);
   if (status == nullptr) status = abi::GetDimensionsCount::of(api)(info, &rank);
@@ -22,9 +28,10 @@ Tensor view(const abi::ApiTable* api, const abi::Value* value, const std::string
     status = abi::GetDimensions::of(api)(info, tensor.shape.data(), rank);
   }
   abi::ReleaseTensorInfo::of(api)(info);
-  check(api, status, what + " has no shape");
+  ELSI_REQUIRE(done(api, status), what + " has no shape");
   // const or not, the pointer is the same; inputs are only read
-  check(api, abi::GetTensorMutableData::of(api)(const_cast<abi::Value*>(value), &tensor.data), what + " has no data");
+  ELSI_REQUIRE(done(api, abi::GetTensorMutableData::of(api)(const_cast<abi::Value*>(value), &tensor.data)),
+               what + " has no data");
   return tensor;
 }
 
@@ -64,59 +71,61 @@ std::string text(const std::vector<int64_t>& shape) {
 }
 
 void Pool::dispatch(size_t tasks, void (*fn)(void*, size_t), void* data) const {
-  check(api_, abi::ParallelFor::of(api_)(context_, fn, tasks, 0, data), "the thread pool refused the work");
+  ELSI_REQUIRE(done(api_, abi::ParallelFor::of(api_)(context_, fn, tasks, 0, data)),
+               "the thread pool refused the work");
 }
 
 int64_t NodeInfo::integer(const char* name, int64_t low, int64_t high) const {
   int64_t value = 0;
-  check(api_, abi::GetAttributeInt::of(api_)(info_, name, &value), std::string("attribute ") + name + " is missing");
-  require(low <= value && value <= high, std::string("attribute ") + name + " is " + std::to_string(value) +
-                                             ", it must be " + std::to_string(low) + ".." + std::to_string(high));
+  ELSI_REQUIRE(done(api_, abi::GetAttributeInt::of(api_)(info_, name, &value)),
+               std::string("attribute ") + name + " is missing");
+  ELSI_REQUIRE(low <= value && value <= high, std::string("attribute ") + name + " is " + std::to_string(value) +
+                                                  ", it must be " + std::to_string(low) + ".." + std::to_string(high));
   return value;
 }
 
 float NodeInfo::number(const char* name) const {
   float value = 0;
-  check(api_, abi::GetAttributeFloat::of(api_)(info_, name, &value), std::string("attribute ") + name + " is missing");
+  ELSI_REQUIRE(done(api_, abi::GetAttributeFloat::of(api_)(info_, name, &value)),
+               std::string("attribute ") + name + " is missing");
   return value;
 }
 
 Tensor NodeInfo::constant(size_t input) const {
   int is_constant = 0;
   const abi::Value* value = nullptr;
-  const std::string what = "input " + std::to_string(input);
-  check(api_, abi::GetConstantInput::of(api_)(info_, input, &is_constant, &value), what + " is missing");
-  require(is_constant != 0 && value != nullptr, what + " must be an initializer");
+  const Place what{"input", input};
+  ELSI_REQUIRE(done(api_, abi::GetConstantInput::of(api_)(info_, input, &is_constant, &value)), what + " is missing");
+  ELSI_REQUIRE(is_constant != 0 && value != nullptr, what + " must be an initializer");
   return view(api_, value, what);
 }
 
 size_t NodeInfo::input_count() const {
   size_t count = 0;
-  check(api_, abi::GetNodeInputCount::of(api_)(info_, &count), "the inputs cannot be counted");
+  ELSI_REQUIRE(done(api_, abi::GetNodeInputCount::of(api_)(info_, &count)), "the inputs cannot be counted");
   return count;
 }
 
 Tensor Call::input(size_t index, int type) const {
   const abi::Value* value = nullptr;
-  const std::string what = "input " + std::to_string(index);
-  check(api_, abi::GetInput::of(api_)(context_, index, &value), what + " is missing");
-  require(value != nullptr, what + " is missing");
+  const Place what{"input", index};
+  ELSI_REQUIRE(done(api_, abi::GetInput::of(api_)(context_, index, &value)) && value != nullptr, what + " is missing");
   Tensor tensor = view(api_, value, what);
-  require(tensor.type == type,
-          what + " has element type " + std::to_string(tensor.type) + ", it must be " + std::to_string(type));
+  ELSI_REQUIRE(tensor.type == type,
+               what + " has element type " + std::to_string(tensor.type) + ", it must be " + std::to_string(type));
   return tensor;
 }
 
 Tensor Call::output(size_t index, const std::vector<int64_t>& shape, int type) const {
   abi::Value* value = nullptr;
-  const std::string what = "output " + std::to_string(index);
-  check(api_, abi::GetOutput::of(api_)(context_, index, shape.data(), shape.size(), &value),
-        what + " cannot be made with shape " + text(shape));
-  require(value != nullptr, what + " is missing");
+  const Place what{"output", index};
+  ELSI_REQUIRE(done(api_, abi::GetOutput::of(api_)(context_, index, shape.data(), shape.size(), &value)),
+               what + " cannot be made with shape " + text(shape));
+  ELSI_REQUIRE(value != nullptr, what + " is missing");
   Tensor tensor;
   tensor.type = type;
   tensor.shape = shape;
-  check(api_, abi::GetTensorMutableData::of(api_)(value, &tensor.data), what + " has no data");
+  ELSI_REQUIRE(done(api_, abi::GetTensorMutableData::of(api_)(value, &tensor.data)), what + " has no data");
   return tensor;
 }
 

@@ -9,28 +9,38 @@
 
 namespace elsi {
 
-constexpr size_t kColumns = 16;     // columns of a group
-constexpr size_t kBlock = 32;       // inputs that share a scale
-constexpr size_t kRowBytes = 40;    // a quantised block of one row: 32 values, an offset (int32), a scale (float)
-constexpr size_t kScaleBytes = 64;  // 16 float scales at the head of a weight record, or 16-bit scales and shifts
-constexpr size_t kMaxRows = 12;     // rows that one pass over a group takes
+constexpr size_t kColumns = 16;    // columns of a group
+constexpr size_t kBlock = 32;      // inputs that share a scale
+constexpr size_t kRowBytes = 40;   // a quantised block of one row: 32 values, an offset (int32), a scale (float)
+constexpr size_t kHeadBytes = 64;  // 16-bit scales of a group's columns for two blocks
+constexpr size_t kMaxRows = 12;    // rows that one pass over a group takes
 
-constexpr size_t record_bytes(int bits) { return kScaleBytes + kColumns * kBlock * static_cast<size_t>(bits) / 8; }
+// Packed weights: see matrix.h. Levels of a group's block; lines of 64 bytes that shifts of `blocks` blocks take; a
+// group.
+constexpr size_t level_bytes(int bits) { return kColumns * kBlock * static_cast<size_t>(bits) / 8; }
+constexpr size_t shift_lines(size_t blocks) { return (blocks + 3) / 4; }
+constexpr size_t group_bytes(int bits, bool shifted, size_t blocks) {
+  return (blocks + 1) / 2 * kHeadBytes + blocks * level_bytes(bits) +
+         (shifted ? 64 * ((blocks + kBlock - 1) / kBlock + shift_lines(blocks)) : 0);
+}
 
 // Rows quantised to 8 bits. Rows go through the matrices in chunks of R <= 12; a chunk is stored block by block, and
 // each block as R x 32 int8 values, R int32 offsets, R float scales. value = scale * q; offset = -zero * sum(q).
+//
+// Shifts of 4-bit weights multiply the sums of a row's blocks, sum(q) * scale, which are quantised as rows themselves.
 struct QuantisedRows {
   const uint8_t* data;
-  size_t count;   // R
-  size_t blocks;  // of 32 inputs
+  const uint8_t* sums;  // the same of [R, blocks], for 8-bit shifts: zero is 128
+  size_t count;         // R
+  size_t blocks;        // of 32 inputs
 };
 
-// What a row's block adds for each unit of a column's shift: sum(q) * scale. 4-bit weights' offset is -8 * sum(q).
-inline float shift_factor(int32_t offset, float scale) { return static_cast<float>(offset) * -0.125f * scale; }
+// 4-bit weights' offset is -8 * sum(q).
+inline float block_sum(int32_t offset, float scale) { return static_cast<float>(offset) * -0.125f * scale; }
 
 // One call's share of a product: columns [16 * first_group, 16 * last_group) of the packed weights.
 struct Columns {
-  const uint8_t* weights;  // [group][block] records: 16 scales, then the values (see matrix.h)
+  const uint8_t* weights;  // packed groups (see matrix.h)
   size_t first_group, last_group;
   size_t columns;  // N, may end within the last group
   float* out;      // [R, stride], from the first group's first column on
@@ -76,6 +86,7 @@ struct Path {
                  float* scratch);
   void (*gate)(float* gate, const float* up);                     // 16 values: gate = gate / (1 + e^-gate) * up
   void (*merge)(float* state, const float* later, size_t width);  // state of two runs of positions, in their order
+  void (*divide)(const float* state, size_t width, float* out);   // weighted sums by the sum of weights
 };
 
 inline size_t attention_scratch(const AttentionCall& call, size_t rows) { return rows * call.group() * kSpan; }

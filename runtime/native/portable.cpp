@@ -52,47 +52,53 @@ void quantise(const float* x, size_t k, int zero, uint8_t* chunk, size_t row, si
   }
 }
 
-template <int kBits, bool kShifted>
-void add_block(const uint8_t* record, const int8_t* q, int32_t offset, float scale, float* sums) {
+// sums += the products of a row's block, which stands in `chunk`.
+template <int kBits>
+void add_block(const uint8_t* chunk, size_t rows, size_t row, const uint8_t* levels, size_t lines, const float* scales,
+               float* sums) {
+  const auto* q = reinterpret_cast<const int8_t*>(chunk + row * kBlock);
+  int32_t offset;
+  float scale;
+  std::memcpy(&offset, chunk + rows * kBlock + 4 * row, 4);
+  std::memcpy(&scale, chunk + rows * (kBlock + 4) + 4 * row, 4);
   int32_t dots[kColumns];
   for (size_t c = 0; c < kColumns; ++c) dots[c] = offset;
-  const uint8_t* w = record + kScaleBytes;
-  for (size_t four = 0; four < kBlock / 4; ++four)
+  for (size_t line = 0; line < lines; ++line)
     for (size_t c = 0; c < kColumns; ++c)
-      for (size_t i = 0; i < 4; ++i) {
-        const size_t at = (kBits == 4 ? four % 4 : four) * 64 + c * 4 + i;
-        const int value = kBits == 4 ? (four < 4 ? w[at] & 15 : w[at] >> 4) : w[at];
-        dots[c] += value * q[four * 4 + i];
+      for (size_t i = 4 * line; i < 4 * line + 4; ++i) {
+        const int level = levels[64 * line + 4 * c + i % 4];
+        dots[c] += kBits == 4 ? (level & 15) * q[i] + (level >> 4) * q[i + 16] : level * q[i];
       }
-  for (size_t c = 0; c < kColumns; ++c)
-    if constexpr (kShifted) {
-      uint16_t halves[2];
-      std::memcpy(halves, record + 2 * c, 2);
-      std::memcpy(halves + 1, record + kScaleBytes / 2 + 2 * c, 2);
-      sums[c] += static_cast<float>(dots[c]) * scale * from_half(halves[0]);
-      sums[c] += shift_factor(offset, scale) * from_half(halves[1]);
-    } else {
-      float column_scale;
-      std::memcpy(&column_scale, record + 4 * c, 4);
-      sums[c] += static_cast<float>(dots[c]) * scale * column_scale;
-    }
+  for (size_t c = 0; c < kColumns; ++c) sums[c] += static_cast<float>(dots[c]) * scale * scales[c];
 }
 
 template <int kBits, bool kShifted>
 void multiply(const QuantisedRows& rows, const Columns& columns) {
   for (size_t group = columns.first_group; group < columns.last_group; ++group) {
-    const uint8_t* weights = columns.weights + group * rows.blocks * record_bytes(kBits);
     const size_t width = columns.columns - group * kColumns < kColumns ? columns.columns - group * kColumns : kColumns;
     for (size_t row = 0; row < rows.count; ++row) {
-      float sums[kColumns] = {};
-      for (size_t block = 0; block < rows.blocks; ++block) {
-        const uint8_t* chunk = rows.data + block * rows.count * kRowBytes;
-        int32_t offset;
-        float scale;
-        std::memcpy(&offset, chunk + rows.count * kBlock + 4 * row, 4);
-        std::memcpy(&scale, chunk + rows.count * (kBlock + 4) + 4 * row, 4);
-        add_block<kBits, kShifted>(weights + block * record_bytes(kBits),
-                                   reinterpret_cast<const int8_t*>(chunk + row * kBlock), offset, scale, sums);
+      const uint8_t* at = columns.weights + group * group_bytes(kBits, kShifted, rows.blocks);
+      const uint8_t* chunk = rows.data;
+      const uint8_t* head = at;
+      float sums[kColumns] = {}, scales[kColumns];
+      for (size_t block = 0; block < rows.blocks; ++block, at += level_bytes(kBits), chunk += rows.count * kRowBytes) {
+        if (block % 2 == 0) {
+          head = at;
+          at += kHeadBytes;
+        }
+        for (size_t c = 0; c < kColumns; ++c) {
+          uint16_t half;
+          std::memcpy(&half, head + block % 2 * (kHeadBytes / 2) + 2 * c, 2);
+          scales[c] = from_half(half);
+        }
+        add_block<kBits>(chunk, rows.count, row, at, kBits, scales, sums);
+      }
+      chunk = rows.sums;
+      for (size_t block = 0; kShifted && block < rows.blocks; block += kBlock, chunk += rows.count * kRowBytes) {
+        const size_t lines = shift_lines(rows.blocks - block < kBlock ? rows.blocks - block : kBlock);
+        std::memcpy(scales, at, sizeof scales);
+        add_block<8>(chunk, rows.count, row, at + 64, lines, scales, sums);
+        at += 64 + 64 * lines;
       }
       std::memcpy(columns.out + row * columns.stride + (group - columns.first_group) * kColumns, sums,
                   width * sizeof(float));
@@ -162,7 +168,7 @@ bool always() { return true; }
 
 }  // namespace
 
-const Path kPortable = {"portable",           always, quantise, multiply<4, false>, multiply<8, false>,
-                        multiply<4, true>, attend, gate,     merge};
+const Path kPortable = {"portable", always, quantise, multiply<4, false>, multiply<8, false>, multiply<4, true>, attend,
+                        gate,       merge,  divide};
 
 }  // namespace elsi

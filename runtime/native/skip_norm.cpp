@@ -19,12 +19,12 @@ float added_up(float (&lanes)[kLanes]) {
 }  // namespace
 
 SkipNorm::SkipNorm(const NodeInfo& node, size_t gamma_input, size_t inputs) : epsilon_(node.number("epsilon")) {
-  require(epsilon_ >= 0.0f && epsilon_ <= kMostEpsilon,
-          "attribute epsilon is " + std::to_string(epsilon_) + ", it must be 0..1");
+  ELSI_REQUIRE(epsilon_ >= 0.0f && epsilon_ <= kMostEpsilon,
+               "attribute epsilon is " + std::to_string(epsilon_) + ", it must be 0..1");
   const Tensor gamma = node.constant(gamma_input);
-  require(gamma.type == abi::kFloat && gamma.shape == std::vector<int64_t>{static_cast<int64_t>(inputs)},
-          "gamma is " + text(gamma.shape) + " of type " + std::to_string(gamma.type) + ", K says float32 [" +
-              std::to_string(inputs) + "]");
+  ELSI_REQUIRE(gamma.type == abi::kFloat && gamma.shape == std::vector<int64_t>{static_cast<int64_t>(inputs)},
+               "gamma is " + text(gamma.shape) + " of type " + std::to_string(gamma.type) + ", K says float32 [" +
+                   std::to_string(inputs) + "]");
   gamma_.assign(gamma.as<float>(), gamma.as<float>() + inputs);
 }
 

@@ -13,8 +13,8 @@ class TreeAttention : public Kernel {
 
   void compute(const Call& call) const override {
     const Tensor qkv = call.input(0, abi::kFloat);
-    require(qkv.shape.size() == 3 && qkv.shape[0] == 1,
-            "queries, keys and values are " + text(qkv.shape) + ", they must be [1, T, (Hq + 2 H) D]");
+    ELSI_REQUIRE(qkv.shape.size() == 3 && qkv.shape[0] == 1,
+                 "queries, keys and values are " + text(qkv.shape) + ", they must be [1, T, (Hq + 2 H) D]");
     const size_t rows = static_cast<size_t>(qkv.shape[1]), width = static_cast<size_t>(qkv.shape[2]);
     const Attention::Run run = attention_.start(call, Attention::inputs(call, 1), rows, width, 1);
     const size_t columns = attention_.heads() * run.width();

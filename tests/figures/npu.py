@@ -10,26 +10,22 @@ last run are kept for bundles that this one does not name, so that providers of 
 """
 
 import argparse
-import functools
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
-from numpy.typing import NDArray
 
 from elsi_edge.artifacts import PromptRow
 from elsi_edge.bundle import Bundle
 from elsi_edge.prompts import read_prompts, spread_over_categories
-from elsi_edge.runtime.draft import log_softmax
+from elsi_edge.runtime.bench.perplexity import joined, perplexity_of, scores_of, target_scores
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
 from elsi_edge.runtime.ort import resolve_provider
 from elsi_edge.runtime.session import Session
-from elsi_edge.runtime.static_target import StaticTarget, open_static_target
-from elsi_edge.runtime.tree import Tree
+from elsi_edge.runtime.static_target import open_static_target
 from elsi_edge.text import TextCodec
 from tests.figures.common import save
 
@@ -52,11 +48,11 @@ def main() -> None:
         form = bundle.manifest.static
         assert form is not None, f"{path} is no static bundle"
         target = open_static_target(bundle, settings)
-        losses, likeliest = _measure(functools.partial(_teacher_forced, target), windows)
+        scores = target_scores(target, windows, rows=target.rows)
         name = f"{bundle.manifest.precision}, activations {form.activation_bits}, {resolve_provider(options.provider)}"
         figures = {
-            "perplexity": math.exp(losses.mean()),
-            "top1_agreement": float((likeliest == np.array(source["argmax"])).mean()),
+            "perplexity": perplexity_of(scores),
+            "top1_agreement": float((scores.likeliest == np.array(source["argmax"])).mean()),
             "rows": [form.prefill_rows, form.verify_rows, form.level_rows],
             "onnxruntime": onnxruntime.__version__,
         }
@@ -98,33 +94,10 @@ def _source_argmax(bundle: Bundle, windows: list[list[int]], out: Path) -> dict[
     from elsi_edge.models import resolve
 
     reference = Reference(resolve(bundle.manifest.model).directory)
-    losses, likeliest = _measure(lambda ids: reference.run(ids, None)[0], windows)
-    made = {"windows": windows, "argmax": likeliest.tolist(), "perplexity": math.exp(losses.mean())}
+    scores = joined([scores_of(reference.run(ids, None)[0][:-1], ids[1:]) for ids in windows])
+    made = {"windows": windows, "argmax": scores.likeliest.tolist(), "perplexity": perplexity_of(scores)}
     file.write_text(json.dumps(made))
     return made
-
-
-def _teacher_forced(target: StaticTarget, ids: Sequence[int]) -> NDArray[np.float32]:
-    """Logits [T, V] of a whole sequence, through the verify graph."""
-    target.keep(0)
-    rows = []
-    for start in range(0, len(ids), target.rows):
-        block = ids[start : start + target.rows]
-        rows.append(target.verify(block[0], Tree.chain(block[1:])).logits.copy())
-        target.commit(range(len(block)))
-    return np.concatenate(rows)
-
-
-def _measure(
-    run: Callable[[list[int]], NDArray[np.float32]], windows: list[list[int]]
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Nats of every token but each window's first, and the likeliest token after every one."""
-    losses, likeliest = [], []
-    for ids in windows:
-        log_probs = log_softmax(run(ids))
-        losses.append(-log_probs[np.arange(len(ids) - 1), ids[1:]].astype(np.float64))
-        likeliest.append(log_probs.argmax(-1))
-    return np.concatenate(losses), np.concatenate(likeliest)
 
 
 def _dynamic_answers(options: argparse.Namespace, rows: Sequence[PromptRow]) -> list[list[int]]:
