@@ -38,6 +38,8 @@ VARIANTS: Mapping[str, str] = {
     "two blocks": "--depth 2",
     "no average": "--ema 0",
     "rounded to 4 bits": "--qat int4",  # in its scores too
+    "rate x 2, WSD, unroll 1, then 3": "--lr 0.002 --schedule wsd --unroll-start 1",
+    "rate x 2, WSD, half the batch": "--lr 0.002 --schedule wsd --batch-tokens 1024",
 }
 EVERY_RUN = "--taps 27 --ema 0.99 --evaluate-every 40"
 

@@ -108,7 +108,7 @@ def report(options: argparse.Namespace, times: dict[tuple[str, int], list[float]
         ratio = median(b / a for a, b in zip(times["stock", rows], times["native", rows], strict=True))
         line = {"rows": rows, "stock_ms": stock, "native_ms": native, "quartiles": [low, high], "ratio": ratio}
         if peak:
-            memory = values * (options.bits / 8 + 4 / 32) / peak["copy_gb_s"] / 1e6
+            memory = values * (options.bits / 8 + (2 + options.offsets) / 32) / peak["copy_gb_s"] / 1e6
             compute = values * rows / peak["vpdpbusd_gmac_s"] / 1e6
             line |= {"limit_ms": max(memory, compute), "of_limit": max(memory, compute) / native}
         lines.append(line)
