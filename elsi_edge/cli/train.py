@@ -83,7 +83,7 @@ def train(
         typer.Option(
             min=0, max=8, help="Steps in the first part of the budget; 0 as --unroll.", rich_help_panel=_LEARNING
         ),
-    ] = 0,
+    ] = 1,
     step_weights: Annotated[
         str,
         typer.Option(
@@ -101,11 +101,18 @@ def train(
     optimiser: Annotated[
         OptimiserKind, typer.Option(help="Muon is for the blocks' matrices.", rich_help_panel=_LEARNING)
     ] = "adamw",
-    lr: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.", rich_help_panel=_LEARNING)] = 1e-3,
+    lr: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Highest learning rate; a trained draft (--init) wants less, like 0.0003.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = 2e-3,
     schedule: Annotated[
         Schedule,
         typer.Option(help="Cosine, or constant with a fall in the last fifth (WSD).", rich_help_panel=_LEARNING),
-    ] = "cosine",
+    ] = "wsd",
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens per optimiser step, over all processes.", rich_help_panel=_LEARNING)
     ] = 2048,

@@ -70,7 +70,7 @@ class TrainSettings:
 
     # objective
     unroll: int = 3  # steps of training-time test, 1..8
-    unroll_start: int = 0  # steps at the start; 0 as many as `unroll`
+    unroll_start: int = 1  # steps at the start; 0 as many as `unroll`
     unroll_ramp: float = 0.25  # share of the budget over which the steps grow from `unroll_start` to `unroll`
     step_decay: float = 0.8  # weight of unrolled step j is step_decay ** j
     step_weights: tuple[float, ...] = ()  # one per unrolled step, instead of step_decay
@@ -78,8 +78,8 @@ class TrainSettings:
 
     # optimiser
     optimiser: OptimiserKind = "adamw"
-    lr: float = 1e-3  # peak
-    schedule: Schedule = "cosine"
+    lr: float = 2e-3  # peak
+    schedule: Schedule = "wsd"
     decay: float = 0.2  # last share of the budget, in which "wsd" falls
     floor: float = 0.05  # last learning rate, share of the peak
     warmup: float = 0.05  # share of the budget
