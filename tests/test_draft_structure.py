@@ -195,7 +195,8 @@ def test_learning_rates() -> None:
 def test_unroll_grows_early() -> None:
     grown = settings(unroll=3, unroll_start=1, unroll_ramp=0.3)
     assert [grown.unrolled(share) for share in (0.0, 0.09, 0.1, 0.19, 0.2, 0.3, 1.0)] == [1, 1, 2, 2, 3, 3, 3]
-    assert settings().unrolled(0.0) == 3
+    assert settings(unroll_start=0).unrolled(0.0) == 3
+    assert settings().unrolled(0.0) == 1  # the default
     assert grown.weights(2) == pytest.approx([1 / 1.8, 0.8 / 1.8])
 
 
@@ -314,9 +315,9 @@ def test_batches_without_answers_are_no_steps(
 
     always = False
     monkeypatch.setattr(ShardSet, "batch", blank)
-    config = train(shards, model, tmp_path / "some", settings(steps=4, replay_tokens=0))
+    config = train(shards, model, tmp_path / "some", settings(steps=4, replay_tokens=0, unroll_start=0))
     assert config.training["data"]["batches_without_answer_tokens"] == 4 and config.training["settings"]["steps"] == 4
     assert all(math.isfinite(entry["loss"]) for entry in read_log(tmp_path / "some") if "loss" in entry)
     always = True
     with pytest.raises(DataError, match=r"none of .* batches had an answer token"):
-        train(shards, model, tmp_path / "none", settings(steps=4, replay_tokens=0))
+        train(shards, model, tmp_path / "none", settings(steps=4, replay_tokens=0, unroll_start=0))

@@ -130,7 +130,7 @@ def test_a_finished_run_trains_no_more(shards: Path, model: Path, tmp_path: Path
 
 def test_a_run_of_other_settings_is_not_continued(shards: Path, model: Path, tmp_path: Path) -> None:
     train(shards, model, tmp_path, settings())
-    with pytest.raises(DraftError, match=r"lr = 0\.001, this one has 0\.01"):
+    with pytest.raises(DraftError, match=r"lr = 0\.002, this one has 0\.01"):
         train(shards, model, tmp_path, settings(lr=1e-2))
     (next(tmp_path.glob("checkpoint-*")) / "optimiser.safetensors").write_bytes(b"short")
     with pytest.raises(DraftError, match="cut short or altered"):
