@@ -83,8 +83,7 @@ def decide(
     if budget == 0:
         return plain
     if exact:
-        where = "on this device" if tuning is not None else "as far as it is known"
-        _require_exact(options, precision, budget, most, where, trees=exact_trees)
+        _require_exact(options, precision, budget, most, _why_no_more(tuning, most), trees=exact_trees)
     shape = options.shape
     if shape == "auto":
         # Native rows are cheap for a chain already; wider trees pay with a good draft, which the tuner sees.
@@ -134,8 +133,17 @@ def _proposals(options: GenerateOptions, sources: tuple[Proposal, ...], tuning: 
     return found
 
 
+def _why_no_more(tuning: Tuning | None, most: int) -> str:
+    same = f"its kernels give the same bits for 1 to {most + 1} rows only"
+    if tuning is None:
+        return f"{same}, as far as it is known"
+    if tuning.exact_rows >= max(tuning.exact_rows_tested, default=0):
+        return f"'elsi-edge tune' tested 1 to {most + 1} rows on this device, with more --seconds it tests more"
+    return f"{same}, on this device"
+
+
 def _require_exact(
-    options: GenerateOptions, precision: Precision, budget: int, most: int, where: str, *, trees: bool
+    options: GenerateOptions, precision: Precision, budget: int, most: int, why: str, *, trees: bool
 ) -> None:
     if options.shape == "tree" and not trees:
         raise UsageError(
@@ -145,5 +153,5 @@ def _require_exact(
     if budget > most:
         raise UsageError(
             f"--draft-nodes is {budget}, exact mode at {precision} holds {'trees' if trees else 'chains'} of at most "
-            f"{most}: its kernels give the same bits for 1 to {most + 1} rows only, {where}; use fewer, or --no-exact"
+            f"{most}: {why}; use fewer, or --no-exact"
         )

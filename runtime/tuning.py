@@ -196,7 +196,7 @@ def find_tuning(bundle: Path, settings: SessionSettings) -> tuple[Tuning | None,
     try:
         value = json.loads(path.read_text("utf-8"))
         if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise ConfigError(f"{path} is no {FORMAT} file")
+            raise ConfigError(f"it is no {FORMAT} file")
         if value.get("format_version") != FORMAT_VERSION:
             raise ConfigError(f"{path}: format version {value.get('format_version')!r}, this reads {FORMAT_VERSION}")
         tuning = Tuning.from_json(value, str(path))

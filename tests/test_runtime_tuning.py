@@ -207,7 +207,7 @@ def test_the_policy(bundle: Path) -> None:
 
 def test_the_policy_where_trees_are_exact(bundle: Path) -> None:
     """The native operators: trees where they are asked for or chosen, up to what the device was tested for."""
-    tuning = tuning_for(bundle, exact_rows=32)
+    tuning = tuning_for(bundle, exact_rows=32, exact_rows_tested=(1, 2, 32))
     tuning = replace(tuning, choice=replace(tuning.choice, mode="tree", draft_nodes=16, proposals=("draft", "ngram")))
 
     def policy(tuned: Tuning | None, precision: str = "int4", **options: Any) -> tuple[Any, ...]:
@@ -225,8 +225,13 @@ def test_the_policy_where_trees_are_exact(bundle: Path) -> None:
     assert policy(None, draft_nodes=EXACT_TREE_NODES) == ("tree", EXACT_TREE_NODES)
     assert policy(tuning) == ("tree", 16) and policy(tuning, shape="chain") == ("chain", 16)
     assert policy(tuning, draft_nodes=31) == ("tree", 31)
-    with pytest.raises(UsageError, match=r"holds trees of at most 31: .* 1 to 32 rows only, on this device"):
+    with pytest.raises(
+        UsageError, match=r"holds trees of at most 31: 'elsi-edge tune' tested 1 to 32 rows .* --seconds"
+    ):
         policy(tuning, draft_nodes=32)
+    failed = replace(tuning, exact_rows_tested=(1, 2, 32, 48))
+    with pytest.raises(UsageError, match=r"holds trees of at most 31: .* 1 to 32 rows only, on this device"):
+        policy(failed, draft_nodes=32)
     assert policy(tuning, draft_nodes=32, exact=False) == ("tree", 32)
     assert policy(replace(tuning, exact_rows=6)) == ("tree", 5)
     assert policy(replace(tuning, exact_rows=1)) == ("plain", 0)

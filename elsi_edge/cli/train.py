@@ -167,12 +167,17 @@ def train(
     group = processes()
     try:
         config = train_draft(source, data, target, settings, group=group, fresh=fresh, init=init)
+    except KeyboardInterrupt:
+        if group.rank == 0 and any(target.glob("checkpoint-*")):
+            common.note(f"saved in {target}: the same command goes on from there")
+        raise
     finally:
         group.end()
     if group.rank == 0:
         _report(config, target, json=json)
         layers = _layers(config, place)
-        common.next_command(f"elsi-edge export {quoted(model)}{flags(draft=out)}{layers}{place.flag}")
+        force = " --force" if place.bundle("int4").exists() else ""
+        common.next_command(f"elsi-edge export {quoted(model)}{flags(draft=out)}{layers}{place.flag}{force}")
 
 
 def train_draft(

@@ -110,8 +110,8 @@ class TrainSettings:
             raise ConfigError("training needs a budget: --minutes or --steps")
         for name in ("minutes", "steps", "lr", "clip", "checkpoint_minutes"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"training: {name} is {value}, it must be above 0")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"training: {name} is {value}, it must be above 0 and finite")
         for name in ("draft_vocab", "batch_tokens", "accumulate", "evaluate_every", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"training: {name} is {getattr(self, name)}, it must be at least 1")
