@@ -83,7 +83,7 @@ def decide(
     if budget == 0:
         return plain
     if exact:
-        _require_exact(options, precision, budget, most, _why_no_more(tuning, most), trees=exact_trees)
+        _require_exact(options, precision, budget, most, tuning, trees=exact_trees)
     shape = options.shape
     if shape == "auto":
         # Native rows are cheap for a chain already; wider trees pay with a good draft, which the tuner sees.
@@ -143,7 +143,7 @@ def _why_no_more(tuning: Tuning | None, most: int) -> str:
 
 
 def _require_exact(
-    options: GenerateOptions, precision: Precision, budget: int, most: int, why: str, *, trees: bool
+    options: GenerateOptions, precision: Precision, budget: int, most: int, tuning: Tuning | None, *, trees: bool
 ) -> None:
     if options.shape == "tree" and not trees:
         raise UsageError(
@@ -153,5 +153,5 @@ def _require_exact(
     if budget > most:
         raise UsageError(
             f"--draft-nodes is {budget}, exact mode at {precision} holds {'trees' if trees else 'chains'} of at most "
-            f"{most}: {why}; use fewer, or --no-exact"
+            f"{most}: {_why_no_more(tuning, most)}; use fewer, or --no-exact"
         )

@@ -60,25 +60,20 @@ ELSI_256 void pass(const QuantisedRows& rows, size_t first_row, const Columns& c
   for (size_t group = columns.first_group; group < columns.last_group; ++group) {
     float sums[kRows][kColumns];
     for (size_t half = 0; half < 2; ++half) {
-      const uint8_t* at = columns.weights + group * group_bytes(kBits, kShifted, blocks);
+      const uint8_t* weights = columns.weights + group * group_bytes(kBits, kShifted, blocks);
       const uint8_t* chunk = rows.data;
-      const uint8_t* head = at;
       __m256 totals[kRows];
       for (int r = 0; r < kRows; ++r) totals[r] = _mm256_setzero_ps();
-      for (size_t block = 0; block < blocks; ++block, at += level_bytes(kBits), chunk += all_rows * kRowBytes) {
-        if (block % 2 == 0) {
-          head = at;
-          at += kHeadBytes;
-        }
-        const __m256 scales = halves(head + block % 2 * (kHeadBytes / 2) + 16 * half);
-        add_block<kRows, kBits>(chunk, all_rows, first_row, at + 32 * half, kBits, scales, totals);
+      for (size_t block = 0; block < blocks; ++block, chunk += all_rows * kRowBytes) {
+        const uint8_t* levels = weights + levels_at(kBits, block) + 32 * half;
+        const __m256 scales = halves(weights + scales_at(kBits, block) + 16 * half);
+        add_block<kRows, kBits>(chunk, all_rows, first_row, levels, kBits, scales, totals);
       }
       chunk = rows.sums;
-      for (size_t block = 0; kShifted && block < blocks; block += kBlock, chunk += all_rows * kRowBytes) {
-        const size_t lines = shift_lines(blocks - block < kBlock ? blocks - block : kBlock);
-        const __m256 scales = _mm256_load_ps(reinterpret_cast<const float*>(at) + 8 * half);
-        add_block<kRows, 8>(chunk, all_rows, first_row, at + 64 + 32 * half, lines, scales, totals);
-        at += 64 + 64 * lines;
+      for (size_t first = 0; kShifted && first < blocks; first += kBlock, chunk += all_rows * kRowBytes) {
+        const uint8_t* shifts = weights + shifts_at(kBits, blocks, first) + 32 * half;
+        const __m256 scales = _mm256_load_ps(reinterpret_cast<const float*>(shifts));
+        add_block<kRows, 8>(chunk, all_rows, first_row, shifts + 64, shift_lines(blocks, first), scales, totals);
       }
       for (int r = 0; r < kRows; ++r) _mm256_storeu_ps(sums[r] + 8 * half, totals[r]);
     }

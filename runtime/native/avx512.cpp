@@ -60,6 +60,7 @@ ELSI_512_INLINE void fetch(const uint8_t* line) {
 template <int kRows, int kBits, bool kShifted>
 ELSI_512 void pass(const QuantisedRows& rows, const Columns& columns) {
   for (size_t group = columns.first_group; group < columns.last_group; ++group) {
+    // Step by step through the group: with scales_at and levels_at a step of the model took 3 % longer.
     const uint8_t* at = columns.weights + group * group_bytes(kBits, kShifted, rows.blocks);
     const uint8_t* chunk = rows.data;
     const uint8_t* head = at;
@@ -79,7 +80,7 @@ ELSI_512 void pass(const QuantisedRows& rows, const Columns& columns) {
     if constexpr (kShifted) {
       chunk = rows.sums;
       for (size_t block = 0; block < rows.blocks; block += kBlock, chunk += kRows * kRowBytes) {
-        const size_t lines = shift_lines(rows.blocks - block < kBlock ? rows.blocks - block : kBlock);
+        const size_t lines = shift_lines(rows.blocks, block);
         for (size_t line = 0; line <= lines; ++line) fetch(at + 64 * line);
         add_block<kRows, 8>(chunk, at + 64, lines, _mm512_load_ps(at), sums);
         at += 64 + 64 * lines;

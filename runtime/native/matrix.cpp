@@ -80,25 +80,20 @@ PackedMatrix::PackedMatrix(const Tensors& tensors, size_t inputs, size_t columns
   require_blocks("", tensors.values, tensors.scales, columns, blocks(), blob);
   packed_ = StoredBytes(groups() * group_bytes());
   for (size_t column = 0; column < columns; ++column) {
-    uint8_t* at = packed_.data() + column / kColumns * group_bytes();
+    uint8_t* group = packed_.data() + column / kColumns * group_bytes();
     const size_t c = column % kColumns;
-    uint8_t* head = at;
-    for (size_t block = 0; block < blocks(); ++block, at += level_bytes(bits)) {
-      if (block % 2 == 0) {
-        head = at;
-        at += kHeadBytes;
-      }
-      put_half(head + block % 2 * (kHeadBytes / 2) + 2 * c, tensors.scales.as<float>()[column * blocks() + block]);
+    for (size_t block = 0; block < blocks(); ++block) {
+      put_half(group + scales_at(bits, block) + 2 * c, tensors.scales.as<float>()[column * blocks() + block]);
       const uint8_t* from = tensors.values.as<uint8_t>() + (column * blocks() + block) * blob;
-      put_levels(at + 4 * c, from, std::min(kBlock, inputs - block * kBlock), bits);
+      put_levels(group + levels_at(bits, block) + 4 * c, from, std::min(kBlock, inputs - block * kBlock), bits);
     }
     for (size_t first = 0; shifted_ && first < blocks(); first += kBlock) {
       const size_t record = column * shift_blocks + first / kBlock, count = std::min(kBlock, blocks() - first);
       const float scale = tensors.shift_scales.as<float>()[record];
       ELSI_REQUIRE(std::isfinite(scale), "a scale of shifts is " + std::to_string(scale) + ", it must be finite");
+      uint8_t* at = group + shifts_at(bits, blocks(), first);
       std::memcpy(at + 4 * c, &scale, 4);
       put_levels(at + 64 + 4 * c, tensors.shift_values.as<uint8_t>() + record * kBlock, count, 8);
-      at += 64 + 64 * shift_lines(count);
     }
   }
 }

@@ -37,26 +37,20 @@ ELSI_NEON inline void add_block(const uint8_t* chunk, size_t all_rows, size_t fi
 template <int kRows, int kBits, bool kShifted>
 ELSI_NEON void pass(const QuantisedRows& rows, size_t first_row, const Columns& columns) {
   const size_t blocks = rows.blocks, all_rows = rows.count;
-  const uint8_t* at = columns.weights + columns.first_group * group_bytes(kBits, kShifted, blocks);
+  const uint8_t* weights = columns.weights + columns.first_group * group_bytes(kBits, kShifted, blocks);
   const uint8_t* chunk = rows.data;
-  const uint8_t* head = at;
   float32x4_t totals[kRows][4], scales[4];
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < 4; ++c) totals[r][c] = vdupq_n_f32(0.0f);
-  for (size_t block = 0; block < blocks; ++block, at += level_bytes(kBits), chunk += all_rows * kRowBytes) {
-    if (block % 2 == 0) {
-      head = at;
-      at += kHeadBytes;
-    }
-    for (size_t c = 0; c < 4; ++c) scales[c] = halves(head + block % 2 * (kHeadBytes / 2) + 8 * c);
-    add_block<kRows, kBits>(chunk, all_rows, first_row, at, kBits, scales, totals);
+  for (size_t block = 0; block < blocks; ++block, chunk += all_rows * kRowBytes) {
+    for (size_t c = 0; c < 4; ++c) scales[c] = halves(weights + scales_at(kBits, block) + 8 * c);
+    add_block<kRows, kBits>(chunk, all_rows, first_row, weights + levels_at(kBits, block), kBits, scales, totals);
   }
   chunk = rows.sums;
-  for (size_t block = 0; kShifted && block < blocks; block += kBlock, chunk += all_rows * kRowBytes) {
-    const size_t lines = shift_lines(blocks - block < kBlock ? blocks - block : kBlock);
-    for (int c = 0; c < 4; ++c) scales[c] = vld1q_f32(reinterpret_cast<const float*>(at) + 4 * c);
-    add_block<kRows, 8>(chunk, all_rows, first_row, at + 64, lines, scales, totals);
-    at += 64 + 64 * lines;
+  for (size_t first = 0; kShifted && first < blocks; first += kBlock, chunk += all_rows * kRowBytes) {
+    const uint8_t* shifts = weights + shifts_at(kBits, blocks, first);
+    for (int c = 0; c < 4; ++c) scales[c] = vld1q_f32(reinterpret_cast<const float*>(shifts) + 4 * c);
+    add_block<kRows, 8>(chunk, all_rows, first_row, shifts + 64, shift_lines(blocks, first), scales, totals);
   }
   const size_t left = columns.columns - columns.first_group * kColumns, width = left < kColumns ? left : kColumns;
   for (int r = 0; r < kRows; ++r)

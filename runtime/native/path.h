@@ -15,13 +15,21 @@ constexpr size_t kRowBytes = 40;   // a quantised block of one row: 32 values, a
 constexpr size_t kHeadBytes = 64;  // 16-bit scales of a group's columns for two blocks
 constexpr size_t kMaxRows = 12;    // rows that one pass over a group takes
 
-// Packed weights: see matrix.h. Levels of a group's block; lines of 64 bytes that shifts of `blocks` blocks take; a
-// group.
+// Packed weights, see matrix.h: bytes from a group's start to a block's scales and levels, and to the record of shifts
+// of the 32 blocks from `first` on: 16 float scales, then lines of 64 bytes.
 constexpr size_t level_bytes(int bits) { return kColumns * kBlock * static_cast<size_t>(bits) / 8; }
-constexpr size_t shift_lines(size_t blocks) { return (blocks + 3) / 4; }
+constexpr size_t scales_at(int bits, size_t block) {
+  return block / 2 * (kHeadBytes + 2 * level_bytes(bits)) + block % 2 * (kHeadBytes / 2);
+}
+constexpr size_t levels_at(int bits, size_t block) { return (block / 2 + 1) * kHeadBytes + block * level_bytes(bits); }
+constexpr size_t shifts_at(int bits, size_t blocks, size_t first) {
+  return (blocks + 1) / 2 * kHeadBytes + blocks * level_bytes(bits) + first / kBlock * (64 + level_bytes(8));
+}
+constexpr size_t shift_lines(size_t blocks, size_t first) {
+  return ((blocks - first < kBlock ? blocks - first : kBlock) + 3) / 4;
+}
 constexpr size_t group_bytes(int bits, bool shifted, size_t blocks) {
-  return (blocks + 1) / 2 * kHeadBytes + blocks * level_bytes(bits) +
-         (shifted ? 64 * ((blocks + kBlock - 1) / kBlock + shift_lines(blocks)) : 0);
+  return shifts_at(bits, blocks, 0) + (shifted ? 64 * ((blocks + kBlock - 1) / kBlock + (blocks + 3) / 4) : 0);
 }
 
 // Rows quantised to 8 bits. Rows go through the matrices in chunks of R <= 12; a chunk is stored block by block, and

@@ -77,28 +77,22 @@ void multiply(const QuantisedRows& rows, const Columns& columns) {
   for (size_t group = columns.first_group; group < columns.last_group; ++group) {
     const size_t width = columns.columns - group * kColumns < kColumns ? columns.columns - group * kColumns : kColumns;
     for (size_t row = 0; row < rows.count; ++row) {
-      const uint8_t* at = columns.weights + group * group_bytes(kBits, kShifted, rows.blocks);
+      const uint8_t* weights = columns.weights + group * group_bytes(kBits, kShifted, rows.blocks);
       const uint8_t* chunk = rows.data;
-      const uint8_t* head = at;
       float sums[kColumns] = {}, scales[kColumns];
-      for (size_t block = 0; block < rows.blocks; ++block, at += level_bytes(kBits), chunk += rows.count * kRowBytes) {
-        if (block % 2 == 0) {
-          head = at;
-          at += kHeadBytes;
-        }
+      for (size_t block = 0; block < rows.blocks; ++block, chunk += rows.count * kRowBytes) {
         for (size_t c = 0; c < kColumns; ++c) {
           uint16_t half;
-          std::memcpy(&half, head + block % 2 * (kHeadBytes / 2) + 2 * c, 2);
+          std::memcpy(&half, weights + scales_at(kBits, block) + 2 * c, 2);
           scales[c] = from_half(half);
         }
-        add_block<kBits>(chunk, rows.count, row, at, kBits, scales, sums);
+        add_block<kBits>(chunk, rows.count, row, weights + levels_at(kBits, block), kBits, scales, sums);
       }
       chunk = rows.sums;
-      for (size_t block = 0; kShifted && block < rows.blocks; block += kBlock, chunk += rows.count * kRowBytes) {
-        const size_t lines = shift_lines(rows.blocks - block < kBlock ? rows.blocks - block : kBlock);
-        std::memcpy(scales, at, sizeof scales);
-        add_block<8>(chunk, rows.count, row, at + 64, lines, scales, sums);
-        at += 64 + 64 * lines;
+      for (size_t first = 0; kShifted && first < rows.blocks; first += kBlock, chunk += rows.count * kRowBytes) {
+        const uint8_t* shifts = weights + shifts_at(kBits, rows.blocks, first);
+        std::memcpy(scales, shifts, sizeof scales);
+        add_block<8>(chunk, rows.count, row, shifts + 64, shift_lines(rows.blocks, first), scales, sums);
       }
       std::memcpy(columns.out + row * columns.stride + (group - columns.first_group) * kColumns, sums,
                   width * sizeof(float));

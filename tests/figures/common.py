@@ -49,14 +49,20 @@ def save(path: Path, figures: dict[str, Any]) -> None:
     print(json.dumps(figures)[:2000])  # noqa: T201 - a script's result
 
 
+_FORMER = ("--lr", "0.001", "--schedule", "cosine", "--unroll-start", "0")
+
+
 def train_draft(directory: Path, shards: Path, flags: Sequence[str]) -> None:
-    """Train the built-in model's draft in a process of its own, on one thread; nothing to do where that is finished."""
+    """Train the built-in model's draft in a process of its own, on one thread; nothing to do where that is finished.
+
+    Where `flags` say nothing else, with what training did by default when the first figures were made.
+    """
     if is_trained(directory):
         return
     directory.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "elsi_edge", "train", NAME, "--shards", str(shards), "--out", str(directory)]
     with (directory / "train.txt").open("a") as log:
-        subprocess.run([*command, "--threads", "1", *flags], check=True, stdout=log, stderr=log)
+        subprocess.run([*command, "--threads", "1", *_FORMER, *flags], check=True, stdout=log, stderr=log)
     (directory / "finished").touch()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
 from elsi_edge.runtime.session import Session
 from tests.figures.common import arguments, prompts, save
-from tests.figures.speedup import seconds
+from tests.figures.speedup import repeat
 
 
 def main() -> None:
@@ -22,27 +22,21 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for path in options.bundles:
         session = Session.open(path, SessionSettings(native=False, tuning=False))
-        arms = {exact: GenerateOptions(plain=True, exact=exact, max_tokens=options.tokens) for exact in (True, False)}
+        arms = {
+            arm: GenerateOptions(plain=True, exact=arm == "with", max_tokens=options.tokens)
+            for arm in ("without", "with")
+        }
         for arm in arms.values():
             session.generate(rows[0].turns[0], arm)
-        ratios, equal = [], 0
-        for number in range(options.repeats):
-            taken, tokens = dict.fromkeys(arms, 0.0), dict.fromkeys(arms, 0)
-            for place, row in enumerate(rows):
-                lists = []
-                for exact in (True, False) if (place + number) % 2 else (False, True):
-                    result = session.generate(row.turns[0], arms[exact])
-                    taken[exact] += seconds(result)
-                    tokens[exact] += len(result.token_ids) - 1
-                    lists.append(result.token_ids)
-                equal += lists[0] == lists[1]
-            per_token = {exact: taken[exact] / tokens[exact] for exact in arms}
-            ratios.append(per_token[True] / per_token[False])
+        found = [repeat(session, rows, number, arms) for number in range(options.repeats)]
+        per_token = [{arm: one["seconds"] / one["tokens"] for arm, one in sums["all"].items()} for sums, _ in found]
+        ratios = [one["with"] / one["without"] for one in per_token]
+        lists = len(rows) * options.repeats
         figures[session.precision] = {
             "with_over_without": median(ratios),
             "ratios": ratios,
-            "equal_lists": equal,
-            "lists": len(rows) * options.repeats,
+            "equal_lists": lists - sum(different for _, different in found),
+            "lists": lists,
         }
         save(options.out, figures)
 

@@ -41,7 +41,7 @@ VARIANTS: Mapping[str, str] = {
     "rate x 2, WSD, unroll 1, then 3": "--lr 0.002 --schedule wsd --unroll-start 1",
     "rate x 2, WSD, half the batch": "--lr 0.002 --schedule wsd --batch-tokens 1024",
 }
-EVERY_RUN = "--taps 27 --ema 0.99 --evaluate-every 40 --lr 0.001 --schedule cosine --unroll-start 0"
+EVERY_RUN = "--taps 27 --ema 0.99 --evaluate-every 40"
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ interval is Student's over the repeats. The file is written after each repeat; t
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -55,16 +56,16 @@ def add(sums: Sums, category: str, arm: str, result: GenerationResult) -> None:
             one[key] = one.get(key, 0) + value
 
 
-def repeat(session: Session, rows: list[PromptRow], number: int, tokens: int) -> tuple[Sums, int]:
-    """One repeat: sums by category, and how many token lists differed."""
+def repeat(
+    session: Session, rows: list[PromptRow], number: int, arms: Mapping[str, GenerateOptions]
+) -> tuple[Sums, int]:
+    """One repeat of two arms, taking turns at going first: sums by category, and how many token lists differed."""
     sums: Sums = {}
     different = 0
     for place, row in enumerate(rows):
-        arms = [("plain", GenerateOptions(plain=True, max_tokens=tokens)), ("fast", GenerateOptions(max_tokens=tokens))]
-        if (place + number) % 2:
-            arms.reverse()
-        results = {arm: session.generate(row.turns[0], options) for arm, options in arms}
-        different += results["plain"].token_ids != results["fast"].token_ids
+        order = list(arms)[:: -1 if (place + number) % 2 else 1]
+        results = {arm: session.generate(row.turns[0], arms[arm]) for arm in order}
+        different += len({result.token_ids for result in results.values()}) > 1
         for arm, result in results.items():
             add(sums, row.category or "uncategorised", arm, result)
     return sums, different
@@ -114,13 +115,15 @@ def main() -> None:
     rows = [replace(row, turns=row.turns[:1]) for row in prompts(options, options.limit)]
     figures: dict[str, Any] = json.loads(options.out.read_text()) if options.out.is_file() else {}
     figures |= {"prompts": len(rows), "tokens": options.tokens}
+    arms = {"plain": GenerateOptions(plain=True, max_tokens=options.tokens)}
+    arms["fast"] = GenerateOptions(max_tokens=options.tokens)
     for path in options.bundles:
         session = Session.open(path)
         kept = figures.setdefault(session.precision, {"repeats": [], "different": 0})
         kept["choice"] = None if session.tuning is None else session.tuning.to_json()["choice"]
         warm_up(session, rows[0], BenchSettings(max_tokens=options.tokens))
         while len(kept["repeats"]) < options.repeats:
-            sums, different = repeat(session, rows, len(kept["repeats"]), options.tokens)
+            sums, different = repeat(session, rows, len(kept["repeats"]), arms)
             kept["repeats"].append(sums)
             kept["different"] += different
             kept["table"] = table(kept["repeats"])

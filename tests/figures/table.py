@@ -41,9 +41,6 @@ class Rule:
         return [(f"{plain}-s{seed}", seed) for seed in range(self.seeds)]
 
 
-# What training had by default when the table was made.
-_AS_EVER = ("--lr", "0.001", "--schedule", "cosine", "--unroll-start", "0")
-
 # Picks of `elsi-edge calibrate`, on the target's answers to the 256 built-in prompts (docs/calibration.md).
 RULES = (
     Rule(name="elsi m=1", taps="27", seeds=3),
@@ -109,7 +106,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _train_one(options: argparse.Namespace, name: str, rule: Rule, seed: int) -> None:
-    flags = ["--taps", rule.taps, "--seed", str(seed), "--steps", str(options.steps), *_AS_EVER, *options.flags.split()]
+    flags = ["--taps", rule.taps, "--seed", str(seed), "--steps", str(options.steps), *options.flags.split()]
     train_draft(options.work / name, options.train_shards, flags)
 
 
