@@ -84,11 +84,19 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(rest)}
 
 
-def _byte_level(token: str, first: bool) -> bytes:
+@lru_cache(maxsize=1)
+def _byte_characters() -> dict[int, str]:
+    """For str.translate: stand-ins to the characters of their bytes; what would pass for a byte becomes none."""
     alphabet = byte_alphabet()
-    if all(character in alphabet for character in token):
-        return bytes(alphabet[character] for character in token)
-    return token.encode()
+    strange = {code: "\uffff" for code in range(256) if chr(code) not in alphabet}
+    return strange | {ord(character): chr(byte) for character, byte in alphabet.items()}
+
+
+def _byte_level(token: str, first: bool) -> bytes:
+    try:
+        return token.translate(_byte_characters()).encode("latin-1")
+    except UnicodeEncodeError:  # an added token's own text
+        return token.encode()
 
 
 def _sentencepiece(steps: list[dict[str, object]]) -> Callable[[str, bool], bytes]:

@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir as ir
 
 from elsi_edge.artifacts import BLOCK, SLACK, ModelShape
-from elsi_edge.errors import MissingExtraError, ModelError
+from elsi_edge.errors import MissingExtraError, ModelError, UsageError
 from elsi_edge.export import embedding, quantise, surgery, windows
 from elsi_edge.export.builder_fixes import corrected
 from elsi_edge.export.quantise import Moments
@@ -109,8 +109,13 @@ def build_base_graph(
     The tables of angles reach to `context` tokens. `work` is a directory of the caller, which holds the float32
     intermediate too, so that no other disk fills; on it `moments` measures what compensated rounding needs. Returns
     what became of the matrices. Raises ModelError when the builder refuses the model, UsageError for a recipe's
-    pattern that names no matrix, MissingExtraError without the builder.
+    pattern that names no matrix or bits of a table that is not tied, MissingExtraError without the builder.
     """
+    if recipe.embedding_bits not in (None, 8) and not shape.tied_embeddings:
+        raise UsageError(
+            f"recipe: embedding_bits is {recipe.embedding_bits}, but this model's table is not tied to its lm_head and "
+            "always has 8 bits; drop it"
+        )
     built = work / "built"
     _run_builder(model_dir, built)
     graph = surgery.load_graph(built / "model.onnx")
@@ -122,10 +127,10 @@ def build_base_graph(
     surgery.save_graph(graph, built / "base.onnx")
     measured = None if moments is None else moments(built / "base.onnx")
     quantised = quantise.quantise_graph(graph, recipe, measured)
-    head = recipe.bits_of(LM_HEAD)
-    if shape.tied_embeddings and head != 32:
-        embedding.share_embedding(graph, bits=head, block=BLOCK, vocab_size=shape.vocab_size, width=shape.width)
-    elif not shape.tied_embeddings and recipe.bits != 32:
+    table = recipe.table_bits(tied=shape.tied_embeddings)
+    if shape.tied_embeddings and table == recipe.bits_of(LM_HEAD) != 32:
+        embedding.share_embedding(graph, bits=table, block=BLOCK, vocab_size=shape.vocab_size, width=shape.width)
+    elif table != 32:
         embedding.quantise_embedding(graph, block=BLOCK, width=shape.width)
     surgery.remove_unused(graph)
     ir.save(graph, work / "base.onnx", external_data=WEIGHTS_FILE, alignment=_ALIGNMENT)

@@ -1,15 +1,17 @@
-"""The embedding table: stored once, read by the target's lookup, its lm_head and the draft."""
+"""The embedding table: read by the target's lookup and the draft, and where it has the same bits by the lm_head."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from elsi_edge.errors import ModelError
 from elsi_edge.export import surgery
 from elsi_edge.export.rounding import quantise
 
 _BITS = 8  # of a table that is no lm_head's
+_NAME = "embed_tokens"
 _RESHAPE = "/embed/Reshape"
 
 
@@ -58,22 +60,34 @@ def read_in_place(model: ir.Model) -> None:
 
 
 def quantise_embedding(model: ir.Model, *, block: int, width: int) -> bool:
-    """Store a table of its own, which no lm_head shares, in blocks of 8 bits: a quarter, and as good as exact.
+    """Store a table whose blocks no lm_head shares in 8 bits: a quarter, and as good as exact.
 
     Returns whether anything changed: not when a row's last block would be padded, nor without a table.
     """
-    node = _lookup(model)
-    table = None if node is None else node.inputs[0]
-    if width % block or table is None or table.const_value is None or len(table.const_value.shape) != 2:
+    table = _table(model)
+    if width % block or table is None:
         return False
-    packed, scales = quantise(np.ascontiguousarray(table.const_value.numpy(), np.float32), _BITS, "nearest")
+    packed, scales = quantise(table, _BITS, "nearest")
     rows = len(packed)
     made = [
-        surgery.initializer(model, f"{table.name}_Q{_BITS}", packed.reshape(rows, -1)),
-        surgery.initializer(model, f"{table.name}_scales", scales.reshape(rows, -1)),
+        surgery.initializer(model, f"{_NAME}_Q{_BITS}", packed.reshape(rows, -1)),
+        surgery.initializer(model, f"{_NAME}_scales", scales.reshape(rows, -1)),
     ]
     _replace_lookup(model, *made, bits=_BITS, block=block)
     return True
+
+
+def _table(model: ir.Model) -> NDArray[np.float32] | None:
+    """The float table [V, E] that is looked up; the builder turns a tied one out of the lm_head's weight [E, V]."""
+    node = _lookup(model)
+    table = None if node is None else node.inputs[0]
+    turn = None if table is None else table.producer()
+    tied = turn is not None and turn.op_type == "Transpose"
+    value = turn.inputs[0] if turn is not None and tied else table
+    if value is None or value.const_value is None or len(value.const_value.shape) != 2:
+        return None
+    found = value.const_value.numpy()
+    return np.ascontiguousarray(found.T if tied else found, np.float32)
 
 
 def _lookup(model: ir.Model) -> ir.Node | None:

@@ -145,7 +145,7 @@ def _moments(
     recipe: Recipe, source: SourceModel, codec: TextCodec, say: Callable[[str], None]
 ) -> Callable[[Path], Moments] | None:
     """What measures the inputs of the matrices, where the recipe's rounding asks for it."""
-    if recipe.rounding != "compensated":
+    if not recipe.compensates:
         return None
     return lambda graph: moments.measure(graph, moments.texts(codec), source.shape, say)
 

@@ -41,7 +41,7 @@ class Quantised:
 def quantise_graph(model: ir.Model, recipe: Recipe, moments: Moments | None = None) -> Quantised:
     """Replace each matrix product by MatMulNBits with the recipe's bits; with offsets, by two of them.
 
-    `moments` are for compensated rounding; without, such a recipe is rounded by least squares. The graph may keep float
+    `moments` are for compensated rounding; without, such a matrix is rounded by least squares. The graph may keep float
     weights that nothing reads any more. Raises UsageError when a pattern of the recipe names no matrix.
     """
     found = matrices(model)
@@ -58,10 +58,13 @@ def quantise_graph(model: ir.Model, recipe: Recipe, moments: Moments | None = No
             _replace_with_offsets(model, node, offsets.quantise_with_offsets(weight))
             with_offsets += 1
             continue
-        if recipe.rounding == "compensated" and moments is not None:
-            blocks = quantise(weight, bits, "compensated", moments(name).astype(np.float64))
+        rounding = recipe.rounding_of(name)
+        if rounding != "compensated":
+            blocks = quantise(weight, bits, rounding)
+        elif moments is None:
+            blocks = quantise(weight, bits, "least-squares")
         else:
-            blocks = quantise(weight, bits, "nearest" if recipe.rounding == "nearest" else "least-squares")
+            blocks = quantise(weight, bits, rounding, moments(name).astype(np.float64))
         _replace(model, node, bits, blocks, inputs=weight.shape[1])
     return Quantised(by_bits=dict(counts), with_offsets=with_offsets)
 

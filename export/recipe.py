@@ -3,9 +3,11 @@
 A recipe file is TOML or JSON:
 
     bits = 4                    # of every matrix that nothing else names; must be the --precision's
-    rounding = "least-squares"  # or "nearest", "compensated" (see elsi_edge.export.rounding)
+    rounding = "least-squares"  # or "nearest", "compensated" (see elsi_edge.export.rounding); unless said, matrices of
+                                # 4 bits without offsets are compensated and all others nearest
     offsets = false             # of blocks of 4 bits (see elsi_edge.export.offsets); true with "nearest" unless said
     lm_head_bits = 4            # 8 unless said, where `bits` is 4
+    embedding_bits = 4          # of a table tied to the lm_head: 8 beside a lm_head of 4 bits unless said, else shared
     [matrices]                  # pattern (as a shell's, on names such as layers.3.mlp.down_proj) = 4, 8 or 32 bits
     "layers.0.*" = 8
     "*.down_proj" = 8
@@ -29,8 +31,9 @@ from elsi_edge.export.rounding import ACCURACY_LEVEL, Rounding
 
 LM_HEAD = "lm_head"
 HEAD_BITS = 8  # of the lm_head beside matrices of 4 bits, unless said: it costs a tenth more bytes and halves the loss
+_TABLE_BITS = 8  # of an embedding table that shares no blocks: a quarter, and as good as exact
 _ALLOWED = (4, 8, 32)
-_KEYS = ("bits", "rounding", "offsets", "lm_head_bits", "matrices")
+_KEYS = ("bits", "rounding", "offsets", "lm_head_bits", "embedding_bits", "matrices")
 _NODE = re.compile(r"(?:/model)?/(.+)/MatMul\Z")
 
 
@@ -39,9 +42,10 @@ class Recipe:
     """Bits and rounding of a target's matrices."""
 
     bits: int = 4  # of matrices that no pattern names
-    rounding: Rounding = "nearest"
+    rounding: Rounding | None = None  # None = "nearest", but "compensated" for 4 bits without offsets
     offsets: bool | None = None  # of matrices of 4 bits but the lm_head's; None = with "nearest"
     lm_head_bits: int | None = None  # None = as a pattern has it, or 8 where `bits` is 4, or `bits`
+    embedding_bits: int | None = None  # of a tied table; None = 8 beside a lm_head of 4 bits, else the lm_head's
     matrices: Mapping[str, int] = field(default_factory=dict)  # pattern to bits, later ones first to hold
 
     def __post_init__(self) -> None:
@@ -51,16 +55,20 @@ class Recipe:
         for name, bits in named.items():
             if isinstance(bits, bool) or bits not in _ALLOWED:
                 raise ConfigError(f"recipe: {name} is {bits!r}, it must be one of {', '.join(map(str, _ALLOWED))}")
-        if self.rounding not in get_args(Rounding):
+        if self.rounding is not None and self.rounding not in get_args(Rounding):
             raise ConfigError(
                 f"recipe: rounding is {self.rounding!r}, it must be one of {', '.join(get_args(Rounding))}"
             )
         if self.offsets not in (None, False, True):
             raise ConfigError(f"recipe: offsets is {self.offsets!r}, it must be true or false")
-        if self.offsets and self.rounding != "nearest":
+        if self.offsets and self.rounding not in (None, "nearest"):
             raise ConfigError(
                 f'recipe: offsets is true and rounding {self.rounding!r}; offsets go with "nearest" alone, drop one'
             )
+        head = self.bits_of(LM_HEAD)
+        if self.embedding_bits not in (None, _TABLE_BITS, head):
+            told = f"{_TABLE_BITS}, or {head} as the lm_head has, whose blocks it then shares"
+            raise ConfigError(f"recipe: embedding_bits is {self.embedding_bits!r}, it must be {told}")
 
     def bits_of(self, matrix: str) -> int:
         """Bits of a matrix by its name."""
@@ -74,10 +82,31 @@ class Recipe:
     def has_offsets(self, matrix: str) -> bool:
         """Whether a matrix gets offsets, where its size and weights allow it.
 
-        The lm_head does not: its blocks are the embedding table's too, and lookups know no offsets.
+        The lm_head does not: its blocks may be the embedding table's too, and lookups know no offsets.
         """
-        wanted = self.rounding == "nearest" if self.offsets is None else self.offsets
+        wanted = self.rounding in (None, "nearest") if self.offsets is None else self.offsets
         return wanted and matrix != LM_HEAD and self.bits_of(matrix) == 4
+
+    def rounding_of(self, matrix: str) -> Rounding:
+        """How a matrix without offsets is rounded; one with offsets takes the nearest levels."""
+        return self.rounding or ("compensated" if self.bits_of(matrix) == 4 else "nearest")
+
+    @property
+    def compensates(self) -> bool:
+        """Whether any rounding may want to know what a matrix's inputs look like."""
+        some_of_4 = 4 in {self.bits, self.bits_of(LM_HEAD), *self.matrices.values()}
+        return self.rounding == "compensated" or (self.rounding is None and some_of_4)
+
+    def table_bits(self, *, tied: bool) -> int:
+        """Bits of the embedding table; one that is tied to the lm_head and has as many shares its blocks.
+
+        Beside a lm_head of 4 bits it has 8 unless said: what compensated rounding makes up for holds for products, not
+        for lookups.
+        """
+        if not tied:
+            return 32 if self.bits == 32 else _TABLE_BITS
+        head = self.bits_of(LM_HEAD)
+        return self.embedding_bits or (_TABLE_BITS if head == 4 else head)
 
     def require_matches(self, matrices: Iterable[str]) -> None:
         """Raise UsageError for a pattern that names no matrix of the model, with the nearest names."""
@@ -97,9 +126,13 @@ class Recipe:
         value: dict[str, Any] = {"operator": operator, "bits": self.bits}
         if self.bits != 32 or (counts is not None and set(counts) - {32}):
             value |= {"block": BLOCK, "symmetric": with_offsets == 0, "accuracy_level": ACCURACY_LEVEL}
-            value |= {"rounding": self.rounding}
+            value |= {"rounding": self.rounding or "nearest"}
+            if self.rounding is None and counts is not None and counts.get(4, 0) > with_offsets:
+                value["rounding_without_offsets"] = "compensated"
         if self.lm_head_bits is not None:
             value["lm_head_bits"] = self.lm_head_bits
+        if self.embedding_bits is not None:
+            value["embedding_bits"] = self.embedding_bits
         if self.matrices:
             value["matrices"] = dict(self.matrices)
         if counts is not None:

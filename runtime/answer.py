@@ -53,6 +53,8 @@ class Answer:
 
     def _release(self, text: str) -> str:
         """Show what can no longer be part of a stop text; end at a stop text."""
+        if not self._stop:
+            return self._show(text)
         self._held += text
         found = [(self._held.find(stop), -len(stop)) for stop in self._stop if stop in self._held]
         if found:

@@ -17,6 +17,7 @@ from elsi_edge.export.rounding import quantise
 from elsi_edge.models import resolve
 from tests.cli_run import Run
 from tests.conftest import TinyModel
+from tests.test_export_families import family_model
 
 
 def dequantised(weight: np.ndarray[Any, Any], bits: int, rounding: str, hessian: Any = None) -> np.ndarray[Any, Any]:
@@ -93,6 +94,8 @@ def test_a_file_in_json_and_toml(tmp_path: Path, text: str | None) -> None:
         ("lm_head_bit = 8", "unknown key 'lm_head_bit'.*did you mean 'lm_head_bits'"),
         ("matrices = 8", "matrices must be a table"),
         ('[matrices]\n"*" = "8"', "must be one of 4, 8, 32"),
+        ("embedding_bits = 4", "embedding_bits is 4, it must be 8, or 8 as the lm_head has"),
+        ("embedding_bits = 16\nlm_head_bits = 4", "embedding_bits is 16, it must be 8, or 4 as the lm_head has"),
         ("bits = ", "not valid TOML"),
     ],
 )
@@ -138,6 +141,51 @@ def test_mixed_bits_reach_the_graph_and_the_manifest(tiny_model: TinyModel, tmp_
     assert not any("o_proj" in name for name in bits)
     assert target["matrices_by_bits"] == {"4": 4, "8": len(bits) - 4, "32": 2}
     assert bundle.manifest.parity["chain_bit_identical"] is True
+
+
+def test_4_bits_without_offsets_are_compensated_unless_said() -> None:
+    light = Recipe(lm_head_bits=4)
+    assert (light.rounding_of("lm_head"), Recipe().rounding_of("lm_head")) == ("compensated", "nearest")
+    assert light.has_offsets("layers.0.mlp.up_proj") and not light.has_offsets("lm_head")
+    assert Recipe(lm_head_bits=4, rounding="nearest").rounding_of("lm_head") == "nearest"
+    assert light.compensates and not Recipe(bits=8).compensates and not Recipe(rounding="nearest").compensates
+    assert (Recipe(bits=8, rounding="compensated").compensates, Recipe(bits=8, lm_head_bits=4).compensates) == (
+        True,
+    ) * 2
+    told = light.to_json({4: 3}, with_offsets=2)
+    assert (told["rounding"], told["rounding_without_offsets"]) == ("nearest", "compensated")
+    assert "rounding_without_offsets" not in light.to_json({4: 2, 8: 1}, with_offsets=2)
+
+
+def test_bits_of_the_table() -> None:
+    """A tied one shares the lm_head's, except beside 4 bits; one of its own has 8, or float32 where all else has."""
+    assert [Recipe(bits=bits).table_bits(tied=tied) for bits in (32, 8) for tied in (True, False)] == [32, 32, 8, 8]
+    assert Recipe().table_bits(tied=True) == 8 and Recipe(lm_head_bits=4).table_bits(tied=True) == 8
+    assert Recipe(lm_head_bits=4, embedding_bits=4).table_bits(tied=True) == 4
+
+
+@pytest.mark.parametrize(("shared", "bits"), [(False, 8), (True, 4)])
+def test_the_table_beside_a_light_lm_head(tmp_path: Path, shared: bool, bits: int) -> None:
+    source = resolve(str(family_model(tmp_path / "m", "llama", vocab_size=1024)))
+    recipe = Recipe(lm_head_bits=4, embedding_bits=4 if shared else None)
+    manifest = export_bundle(source, tmp_path / "b", ExportSettings(precision="int4", recipe=recipe), draft=None)
+    for name in ("target-tree.onnx", "target-chain.onnx", "target-native.onnx"):
+        graph = onnx.load(tmp_path / "b" / name, load_external_data=False).graph
+        lookup = next(node for node in graph.node if node.op_type == "GatherBlockQuantized")
+        head = next(node for node in graph.node if node.name.startswith("/lm_head/MatMul"))
+        assert {a.name: a.i for a in lookup.attribute}["bits"] == bits
+        assert {a.name: a.i for a in head.attribute}["bits"] == 4
+        assert (lookup.input[0] in (f"{name}_rows" for name in head.input)) is shared
+    assert manifest.parity["chain_bit_identical"] is True
+    assert manifest.quantisation["target"].get("embedding_bits") == (4 if shared else None)
+
+
+def test_bits_of_a_table_that_is_not_tied(tmp_path: Path) -> None:
+    source = resolve(str(family_model(tmp_path / "m", "llama", tie_word_embeddings=False)))
+    settings = ExportSettings(precision="int4", recipe=Recipe(lm_head_bits=4, embedding_bits=4))
+    with pytest.raises(UsageError, match="embedding_bits is 4, but this model's table is not tied"):
+        export_bundle(source, tmp_path / "b", settings, draft=None)
+    assert not (tmp_path / "b").exists()
 
 
 def test_the_command_line_refuses_before_any_work(run: Run, tiny_model: TinyModel, tmp_path: Path) -> None:

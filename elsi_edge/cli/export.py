@@ -42,7 +42,7 @@ def export(
         ),
     ] = None,
     plain_only: Annotated[
-        bool, typer.Option("--plain-only", help="The target alone: for distillation, and to run with --plain.")
+        bool, typer.Option("--plain-only", help="The target alone: for distillation, and to run with n-grams.")
     ] = False,
     precision: Annotated[
         Precision | None,
@@ -77,7 +77,7 @@ def export(
     lm_head_bits: Annotated[
         int | None,
         typer.Option(
-            "--lm-head-bits", help="Of the lm_head and, where tied, the embeddings: 4, 8 or 32 (default: 8 with int4)."
+            "--lm-head-bits", help="Of the lm_head: 4, 8 or 32 (default: 8 with int4); beside 4 a tied table keeps 8."
         ),
     ] = None,
     context: Annotated[

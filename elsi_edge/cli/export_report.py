@@ -90,7 +90,7 @@ def say_next(manifest: "BundleManifest", model: str, out: Path, place: "WorkDir"
         common.next_command(f"elsi-edge bench {shlex.quote(str(out))}")
         return
     name = shlex.quote(model)
-    common.note(f"It runs with: elsi-edge generate {shlex.quote(str(out))} 'Hello' --plain")
+    common.note(f"It runs with: elsi-edge generate {shlex.quote(str(out))} 'Hello'")
     steps = [] if place.selection_path.is_file() else [f"elsi-edge calibrate {name}{place.flag}"]
     steps += [f"elsi-edge distill {name}{place.bundle_flag(out)}{place.flag}", f"elsi-edge train {name}{place.flag}"]
     steps += [f"elsi-edge export {name} --precision {manifest.precision}{place.flag}"]

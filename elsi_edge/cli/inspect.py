@@ -133,7 +133,7 @@ def _bundle(directory: Path) -> dict[str, Any]:
         "template_sha256": manifest.template_sha256,
         "created_by": manifest.created_by,
         "format_version": manifest.format_version,
-        "next": f"elsi-edge bench {place}" if draft is not None else f"elsi-edge generate {place} 'Hello' --plain",
+        "next": f"elsi-edge bench {place}" if draft is not None else f"elsi-edge generate {place} 'Hello'",
     }
 
 

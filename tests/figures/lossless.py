@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from elsi_edge.artifacts import PromptRow
-from elsi_edge.runtime.options import GenerateOptions
+from elsi_edge.runtime.options import DraftShape, GenerateOptions
 from elsi_edge.runtime.proposal import Proposer
 from elsi_edge.runtime.result import GenerationResult
 from elsi_edge.runtime.session import Session
@@ -40,13 +40,18 @@ def with_proposer(session: Session, proposer: Proposer) -> Session:
 
 
 def run_budget(
-    session: Session, rows: list[PromptRow], plain: list[GenerationResult], budget: int, options: argparse.Namespace
+    session: Session,
+    rows: list[PromptRow],
+    plain: list[GenerationResult],
+    budget: int,
+    shape: DraftShape,
+    options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Every prompt with the draft, the oracle and the liar at one budget."""
     figures: dict[str, Any] = {"draft_nodes": budget}
     for source in ("draft", "oracle", "liar")[budget < options.smallest :]:
         limit = options.tokens if source == "draft" else min(options.tokens, options.scripted)
-        generate = GenerateOptions(draft_nodes=budget, max_tokens=limit)
+        generate = GenerateOptions(draft_nodes=budget, shape=shape, max_tokens=limit)
         results = []
         for row, expected in zip(rows, plain, strict=True):
             run = session
@@ -79,9 +84,11 @@ def main() -> None:
     whole = True
     for path in options.bundles:
         session = Session.open(path)
-        budgets = TREES if session.precision == "fp32" or session.exact_trees else CHAINS
+        trees = session.precision == "fp32" or session.exact_trees
+        budgets = TREES if trees else CHAINS
+        shape: DraftShape = "tree" if trees else "chain"  # whatever a tuning file prefers
         plain = [session.generate(r.turns[0], GenerateOptions(plain=True, max_tokens=options.tokens)) for r in rows]
-        table = [run_budget(session, rows, plain, n, options) for n in budgets]
+        table = [run_budget(session, rows, plain, n, shape, options) for n in budgets]
         results = [result for line in table for result in line.values() if isinstance(result, dict)]
         whole &= all(result["identical"] == result["of"] for result in results)
         figures[session.precision] = {"tokens": sum(len(r.token_ids) for r in plain), "budgets": table}
