@@ -184,13 +184,13 @@ def tree_divergence(
     """
     past, root, rest = ids[:16], ids[16], ids[17:23]
     # Nodes 0-2 follow the text, 3 is another first token, 4 and 5 hang below 0 and 3.
-    tree = Tree(tokens=np.array(rest, np.int64)[:nodes], parents=np.array([-1, 0, 1, -1, 0, 3], np.int64)[:nodes])
+    tree = Tree(tokens=tuple(rest[:nodes]), parents=(-1, 0, 1, -1, 0, 3)[:nodes])
     target.keep(0)
     target.prefill(past)
     logits = target.verify(root, tree).logits.copy()
     worst = 0.0
     for row in range(tree.size + 1):
-        path = [int(tree.tokens[node]) for node in np.flatnonzero(tree.ancestors()[row, 1:])]
+        path = [tree.tokens[node] for node in np.flatnonzero(tree.ancestors()[row, 1:])]
         want, _ = reference.run([*past, root, *path], manifest.selection)
         worst = max(worst, divergence(logits[row : row + 1], want[-1:]))
     return worst
@@ -218,7 +218,7 @@ def window_divergence(target: Target, reference: Reference, ids: list[int]) -> f
     worst = max(divergence(got[row : row + 1], want[row : row + 1]) for row in range(_LAST))
     # Nodes 0 and 1 follow the text; 2 is another first token, under which the text goes on.
     tokens = [rest[1], rest[2], rest[5], *rest[3:]]
-    tree = Tree(tokens=np.array(tokens, np.int64), parents=np.array([-1, 0, -1, *range(2, len(tokens) - 1)], np.int64))
+    tree = Tree(tokens=tuple(tokens), parents=(-1, 0, -1, *range(2, len(tokens) - 1)))
     logits = target.verify(rest[0], tree).logits.copy()
     branch = target.verify(rest[0], Tree.chain(tokens[2:])).logits
     worst = max(worst, *(divergence(logits[row : row + 1], got[row : row + 1]) for row in range(3)))

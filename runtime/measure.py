@@ -120,7 +120,7 @@ def exact_tree_rows(
         if time.perf_counter() > until:
             break
         tokens = list(token_ids[past : past + rows])
-        tree = Tree(tokens=np.array(tokens[1:], np.int64), parents=_bushy(rows - 1))
+        tree = Tree(tokens=tuple(tokens[1:]), parents=_bushy(rows - 1))
         step = target.verify(tokens[0], tree)
         found = (step.logits.copy(), step.taps.copy())
         tried.append(rows)
@@ -132,11 +132,11 @@ def exact_tree_rows(
     return good, tuple(tried)
 
 
-def _bushy(nodes: int) -> NDArray[np.int64]:
+def _bushy(nodes: int) -> tuple[int, ...]:
     """Parents of a tree in which half of the nodes continue the one before and the others any: deep and scattered."""
     draw = np.random.default_rng(nodes)
     any_before = [int(draw.integers(ROOT, node)) for node in range(nodes)]
-    return np.array([node - 1 if draw.random() < 0.5 else any_before[node] for node in range(nodes)], np.int64)
+    return tuple(node - 1 if draw.random() < 0.5 else any_before[node] for node in range(nodes))
 
 
 def _paths_agree(

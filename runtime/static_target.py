@@ -87,7 +87,7 @@ class StaticTarget:
         length = self.cache.length
         if length + tree.size + 1 > self.cache.capacity:
             raise ValueError(f"{length} tokens and {tree.size + 1} rows do not fit a cache of {self.cache.capacity}")
-        tokens = [root, *tree.tokens.tolist()]
+        tokens = [root, *tree.tokens]
         graph.run(tokens, length + tree.depths(), tree.ancestors(), length=length, at=length)
 
 

@@ -125,7 +125,7 @@ class OrtTarget:
         self._total[...] = cached + rows + self._extra
         self._seqlens[0] = cached if self._native else cached + rows + self._extra - 1
         ids = self._scratch.array("ids", (1, rows), np.int64)
-        ids[0, 0], ids[0, 1:] = root, tree.tokens
+        ids[0] = (root, *tree.tokens)
         if verifies:
             wanted = self._all_rows.get(rows)
             if wanted is None:
@@ -142,7 +142,7 @@ class OrtTarget:
             self._graph.use("taps", taps)
         if self._native:
             parents = self._scratch.array("parents", (rows,), np.int64)
-            parents[0], parents[1:] = -1, tree.parents + 1  # rows: the root is row 0
+            parents[:] = (-1, *[parent + 1 for parent in tree.parents])  # rows: the root is row 0
             self._graph.use("parents", parents)
         elif self.is_tree:
             self._bind_tree(tree, rows, cached)

@@ -1,4 +1,4 @@
-"""Drafted candidates as a tree, and the mask under which the target sees them. Pure numpy, no I/O."""
+"""Drafted candidates as a tree, and the mask under which the target sees them. Pure, no I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,14 +19,15 @@ class Tree:
     A verification has N + 1 rows: row 0 is the root (the last emitted token), row i + 1 is node i.
     """
 
-    tokens: NDArray[np.int64]  # [N] target token ids
-    parents: NDArray[np.int64]  # [N] index of the parent node, ROOT for the first level
+    # Plain numbers: after a step has emptied the caches, every call of numpy takes ten microseconds.
+    tokens: tuple[int, ...]  # [N] target token ids
+    parents: tuple[int, ...]  # [N] index of the parent node, ROOT for the first level
     sources: tuple[Source, ...] = ()  # [N], or empty when all are the draft's
 
     def __post_init__(self) -> None:
-        if self.tokens.shape != self.parents.shape or self.tokens.ndim != 1:
-            raise ValueError(f"tokens {self.tokens.shape} and parents {self.parents.shape} must be equal vectors")
-        if any(not ROOT <= parent < node for node, parent in enumerate(self.parents.tolist())):
+        if len(self.tokens) != len(self.parents):
+            raise ValueError(f"{len(self.tokens)} tokens and {len(self.parents)} parents must be equal in number")
+        if any(not ROOT <= parent < node for node, parent in enumerate(self.parents)):
             raise ValueError("a node's parent must come before it")
         if self.sources and len(self.sources) != self.size:
             raise ValueError(f"{len(self.sources)} sources for {self.size} nodes")
@@ -34,13 +35,12 @@ class Tree:
     @classmethod
     def empty(cls) -> Self:
         """No candidates: a verification of the root alone, which is plain decoding."""
-        return cls(tokens=np.zeros(0, np.int64), parents=np.zeros(0, np.int64))
+        return cls(tokens=(), parents=())
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> Self:
         """Each node the child of the one before it."""
-        ids = np.asarray(tokens, np.int64)
-        return cls(tokens=ids, parents=np.arange(ROOT, len(ids) - 1, dtype=np.int64))
+        return cls(tokens=tuple(tokens), parents=tuple(range(ROOT, len(tokens) - 1)))
 
     @property
     def size(self) -> int:
@@ -50,12 +50,12 @@ class Tree:
     @property
     def is_chain(self) -> bool:
         """Whether each node is the child of the one before it."""
-        return bool(np.array_equal(self.parents, np.arange(ROOT, self.size - 1)))
+        return self.parents == tuple(range(ROOT, self.size - 1))
 
     def depths(self) -> NDArray[np.int64]:
         """[N + 1] depth of each row; the root has 0. A row's position is the root's plus its depth."""
         depths = [0]
-        for parent in self.parents.tolist():
+        for parent in self.parents:
             depths.append(depths[parent + 1] + 1)
         return np.array(depths, np.int64)
 
@@ -70,7 +70,7 @@ class Tree:
             c     1 1 0 1
         """
         seen = np.eye(self.size + 1, dtype=np.bool_)
-        for node, parent in enumerate(self.parents.tolist()):
+        for node, parent in enumerate(self.parents):
             seen[node + 1] |= seen[parent + 1]
         return seen
 
@@ -81,7 +81,7 @@ class Tree:
     def edges(self) -> dict[tuple[int, int], int]:
         """Rows by their parent's row and their token; of two children with one token the first counts."""
         found: dict[tuple[int, int], int] = {}
-        for node, (parent, token) in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
+        for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True)):
             found.setdefault((parent + 1, token), node + 1)
         return found
 
@@ -110,8 +110,8 @@ def best_first(
         left.extend(children.get(kept[-1], ()))
     place = {node: index for index, node in enumerate(kept)}
     return Tree(
-        tokens=np.array([tokens[node] for node in kept], np.int64),
-        parents=np.array([ROOT if parents[n] == ROOT else place[parents[n]] for n in kept], np.int64),
+        tokens=tuple(tokens[node] for node in kept),
+        parents=tuple(ROOT if parents[node] == ROOT else place[parents[node]] for node in kept),
         sources=tuple(sources[node] for node in kept) if sources else (),
     )
 

@@ -122,11 +122,11 @@ def follow(tree: Tree, draw: np.random.Generator) -> list[int]:
     """A random path from the root, at times short."""
     tokens, node = [], ROOT
     while draw.random() < 0.8:
-        children = np.flatnonzero(tree.parents == node)
-        if not len(children):
+        children = [child for child, parent in enumerate(tree.parents) if parent == node]
+        if not children:
             break
         node = int(draw.choice(children))
-        tokens.append(int(tree.tokens[node]))
+        tokens.append(tree.tokens[node])
     return tokens
 
 

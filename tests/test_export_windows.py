@@ -99,7 +99,7 @@ def deep_tree(seed: int) -> Tree:
         else:
             parents.append(spine[-1])
             spine.append(len(parents) - 1)
-    return Tree(tokens=draw.integers(6, 300, len(parents)), parents=np.array(parents, np.int64))
+    return Tree(tokens=tuple(draw.integers(6, 300, len(parents)).tolist()), parents=tuple(parents))
 
 
 def paths(tree: Tree) -> Iterator[tuple[int, list[int]]]:
@@ -108,7 +108,7 @@ def paths(tree: Tree) -> Iterator[tuple[int, list[int]]]:
         if node not in tree.parents:
             path = [node]
             while tree.parents[path[0]] != ROOT:
-                path.insert(0, int(tree.parents[path[0]]))
+                path.insert(0, tree.parents[path[0]])
             yield node, path
 
 
@@ -116,7 +116,7 @@ def along(target: OrtTarget, tree: Tree, path: list[int], past: int) -> tuple[ND
     """Logits and taps of a path's nodes, decoded token by token; the root is token 3."""
     logits, taps = [], []
     target.keep(past)
-    for token in [3, *tree.tokens[path].tolist()]:
+    for token in [3, *(tree.tokens[node] for node in path)]:
         step = target.verify(token, Tree.empty())
         logits.append(step.logits[0].copy())
         taps.append(step.taps[0].copy())
@@ -143,7 +143,7 @@ def test_a_tree_deeper_than_the_window_equals_its_paths(made: Make, past: int, s
         target.commit(rows)
         follow = target.verify(9, Tree.empty()).logits[0].copy()
         target.keep(past)
-        for token in [3, *tree.tokens[path].tolist()]:
+        for token in [3, *(tree.tokens[node] for node in path)]:
             target.verify(token, Tree.empty())
             target.commit([0])
         np.testing.assert_allclose(follow, target.verify(9, Tree.empty()).logits[0], atol=1e-4)
@@ -279,8 +279,8 @@ def test_mask_of_a_window_against_positions_counted_by_hand() -> None:
     for seed in range(20):
         draw = np.random.default_rng(seed)
         size, cached, window = int(draw.integers(0, 30)), int(draw.integers(0, 20)), int(draw.integers(1, 12))
-        parents = np.array([draw.integers(-1, node) for node in range(size)], np.int64)
-        tree = Tree(tokens=np.zeros(size, np.int64), parents=parents)
+        parents = tuple(int(draw.integers(-1, node)) for node in range(size))
+        tree = Tree(tokens=(0,) * size, parents=parents)
         seen, depths = tree.ancestors(), tree.depths()
         buffer = np.full(4000, 7.0, np.float32)
         bias = attention_bias(seen, cached, out=buffer, window=window, depths=depths)[0, 0]

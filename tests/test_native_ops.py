@@ -110,7 +110,7 @@ def test_a_tree_has_the_bits_of_one_token_a_step(tiny_bundle: MakeBundle, precis
     prompt = draw.integers(0, vocabulary, 20).tolist()
     nodes = (7, 15, 30, 30)[seed]
     parents = [int(draw.integers(-1, node)) for node in range(nodes)]
-    tree = Tree(tokens=draw.integers(0, vocabulary, nodes), parents=np.array(parents))
+    tree = Tree(tokens=tuple(draw.integers(0, vocabulary, nodes).tolist()), parents=tuple(parents))
     target.prefill(prompt)
     step = target.verify(3, tree)
     logits, taps = step.logits.copy(), step.taps.copy()
@@ -119,7 +119,7 @@ def test_a_tree_has_the_bits_of_one_token_a_step(tiny_bundle: MakeBundle, precis
         while path[0]:
             path.insert(0, parents[path[0] - 1] + 1)
         for place in path:
-            alone = target.verify(3 if place == 0 else int(tree.tokens[place - 1]), Tree.empty())
+            alone = target.verify(3 if place == 0 else tree.tokens[place - 1], Tree.empty())
             target.commit([0])
         assert np.array_equal(alone.logits[0], logits[row])
         assert np.array_equal(alone.taps[0], taps[row])

@@ -39,9 +39,7 @@ PAST = [7, 120, 44, 201, 9, 88, 163, 240, 31, 77, 5, 190]
 #  40   41   42
 #  |    |
 #  50   51
-TREE = Tree(
-    tokens=np.array([30, 31, 32, 40, 41, 42, 50, 51]), parents=np.array([ROOT, ROOT, ROOT, 0, 0, 1, 3, 4], np.int64)
-)
+TREE = Tree(tokens=(30, 31, 32, 40, 41, 42, 50, 51), parents=(ROOT, ROOT, ROOT, 0, 0, 1, 3, 4))
 ROOT_TOKEN = 66
 
 
@@ -80,7 +78,7 @@ def drafted(budget: int, *, chain: bool) -> Bounds:
 
 
 def path_rows(tree: Tree, row: int) -> list[int]:
-    return [] if row == 0 else [*path_rows(tree, int(tree.parents[row - 1]) + 1), row]
+    return [] if row == 0 else [*path_rows(tree, tree.parents[row - 1] + 1), row]
 
 
 # --- the target at fp32 --------------------------------------------------------------------------------------------
@@ -99,7 +97,7 @@ def test_each_row_of_a_tree_equals_its_path_run_as_a_chain(tree_target: OrtTarge
     assert logits.shape == (9, tree_target.vocab_size)
     assert tree_target.length == len(PAST)
     for row in range(TREE.size + 1):
-        tokens = [int(TREE.tokens[r - 1]) for r in path_rows(TREE, row)]
+        tokens = [TREE.tokens[r - 1] for r in path_rows(TREE, row)]
         tree_target.keep(0)
         tree_target.prefill([*PAST, ROOT_TOKEN, *tokens][:-1])
         last = tree_target.verify(tokens[-1] if tokens else ROOT_TOKEN, Tree.empty())
@@ -144,7 +142,7 @@ def test_after_a_commit_the_cache_is_that_of_the_accepted_path(tree_target: OrtT
     tree_target.prefill(PAST)
     tree_target.verify(ROOT_TOKEN, TREE)
     tree_target.commit(rows)
-    accepted = [int(TREE.tokens[row - 1]) for row in rows[1:]]
+    accepted = [TREE.tokens[row - 1] for row in rows[1:]]
     got = [buffer[:, :, : tree_target.length].copy() for buffer in tree_target.cache.buffers]
     after, _ = one_at_a_time(tree_target, [3, 4])
     tree_target.keep(0)
@@ -355,8 +353,7 @@ def test_the_proposed_tree_is_that_of_paths_run_one_by_one(tiny_bundle: MakeBund
         proposer.keep(0)
         proposer.observe(followed, taps)
         tree = proposer.propose(drafted(budget, chain=False))
-        assert tree.tokens.tolist() == expected.tokens.tolist()
-        assert tree.parents.tolist() == expected.parents.tolist()
+        assert (tree.tokens, tree.parents) == (expected.tokens, expected.parents)
         assert budget < 8 or not tree.is_chain
         # Asked again without anything new, there is nothing to go on; a chain is the best token after the best token.
         with pytest.raises(ValueError, match="observed"):
@@ -366,7 +363,7 @@ def test_the_proposed_tree_is_that_of_paths_run_one_by_one(tiny_bundle: MakeBund
     chain = proposer.propose(drafted(4, chain=True))
     assert chain.is_chain
     for place in range(4):
-        assert ids[np.argmax(predicted(tuple(chain.tokens[:place].tolist())))] == chain.tokens[place]
+        assert ids[np.argmax(predicted(chain.tokens[:place]))] == chain.tokens[place]
 
 
 def test_nodes_leave_no_trace_in_the_drafts_cache(tiny_bundle: MakeBundle, tree_target: OrtTarget) -> None:
@@ -379,8 +376,7 @@ def test_nodes_leave_no_trace_in_the_drafts_cache(tiny_bundle: MakeBundle, tree_
     proposer.keep(0)
     proposer.observe(followed, taps)
     fresh = proposer.propose(drafted(8, chain=False))
-    assert tree.tokens.tolist() == fresh.tokens.tolist()
-    assert tree.parents.tolist() == fresh.parents.tolist()
+    assert (tree.tokens, tree.parents) == (fresh.tokens, fresh.parents)
 
 
 @pytest.mark.parametrize("chain", [True, False])

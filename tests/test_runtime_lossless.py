@@ -209,7 +209,7 @@ def test_the_context_bounds_every_verification() -> None:
 def test_the_toy_notices_a_wrong_commit() -> None:
     target = toy_target(0)
     target.prefill([1, 2])
-    tree = Tree(tokens=np.array([1, 2, 3]), parents=np.array([-1, -1, 0]))
+    tree = Tree(tokens=(1, 2, 3), parents=(-1, -1, 0))
     target.verify(3, tree)
     target.commit([0, 2])
     target.commit([0])  # a row that no verification wrote at its place

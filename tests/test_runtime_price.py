@@ -52,9 +52,9 @@ def test_nodes_are_kept_while_they_are_worth_their_price() -> None:
     found = candidates((1, ROOT, 0.6), (2, 0, 0.5), (3, 1, 0.2), (4, ROOT, 0.1))
     dear = Costs(contexts=(1,), verify=((1.0, 1.3, 1.6, 1.9, 2.2),), entry=0.0, level=0.0).price(1.0, 1)
     bounds = Bounds(budget=4, depth=4, chain=False, price=dear)
-    assert found.best(bounds).tokens.tolist() == [1, 2]
+    assert found.best(bounds).tokens == (1, 2)
     assert found.best(Bounds(budget=4, depth=4, chain=False)).size == 4  # free
-    assert found.best(Bounds(budget=1, depth=4, chain=False)).tokens.tolist() == [1]
+    assert found.best(Bounds(budget=1, depth=4, chain=False)).tokens == (1,)
     # A second row that alone does not pay may do so with a third that costs next to nothing.
     step = Costs(contexts=(1,), verify=((1.0, 1.7, 1.7, 1.7, 2.9),), entry=0.0, level=0.0).price(1.0, 1)
     assert found.best(Bounds(budget=4, depth=4, chain=False, price=step)).size == 3

@@ -241,8 +241,7 @@ class FixedProposer(Scripted):
     def propose(self, bounds: Bounds) -> Tree:
         if bounds.chain:
             return Tree.chain([2, 2, 0][: bounds.budget])
-        parents = np.array([ROOT, ROOT, 0, 0, 1, 2, ROOT])
-        return Tree(tokens=np.array([2, 4, 1, 3, 2, 0, 2]), parents=parents)
+        return Tree(tokens=(2, 4, 1, 3, 2, 0, 2), parents=(ROOT, ROOT, 0, 0, 1, 2, ROOT))
 
 
 def choose_with(options: GenerateOptions, seed: int, logits: NDArray[np.float32], index: int) -> int:

@@ -13,7 +13,7 @@ from elsi_edge.runtime.verify import walk
 def trees(draw: st.DrawFn, largest: int = 20) -> Tree:
     parents = [draw(st.integers(ROOT, node - 1)) for node in range(draw(st.integers(0, largest)))]
     tokens = [draw(st.integers(0, 4)) for _ in parents]
-    return Tree(tokens=np.array(tokens, np.int64), parents=np.array(parents, np.int64))
+    return Tree(tokens=tuple(tokens), parents=tuple(parents))
 
 
 @st.composite
@@ -28,7 +28,7 @@ def scored_trees(draw: st.DrawFn) -> tuple[Tree, list[float]]:
 
 def path(tree: Tree, row: int) -> list[int]:
     """Rows from the root to `row`."""
-    return [0] if row == 0 else [*path(tree, int(tree.parents[row - 1]) + 1), row]
+    return [0] if row == 0 else [*path(tree, tree.parents[row - 1] + 1), row]
 
 
 @settings(deadline=None)
@@ -40,14 +40,14 @@ def test_mask_depths_and_children_follow_from_the_parents(tree: Tree) -> None:
         assert depths[row] == len(path(tree, row)) - 1
         below = [node + 1 for node, parent in enumerate(tree.parents) if parent + 1 == row]
         found = tree.children(row)
-        assert set(found) == {int(tree.tokens[child - 1]) for child in below}
+        assert set(found) == {tree.tokens[child - 1] for child in below}
         for token, child in found.items():
             assert child == min(c for c in below if tree.tokens[c - 1] == token)
     assert tree.is_chain == all(len(path(tree, row)) == row + 1 for row in range(tree.size + 1))
 
 
 def test_the_mask_of_the_docstring() -> None:
-    tree = Tree(tokens=np.array([7, 8, 9]), parents=np.array([ROOT, ROOT, 0]))
+    tree = Tree(tokens=(7, 8, 9), parents=(ROOT, ROOT, 0))
     assert tree.ancestors().astype(int).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
 
 
@@ -55,7 +55,7 @@ def test_the_mask_of_the_docstring() -> None:
 @given(scored_trees(), st.integers(0, 25))
 def test_best_first_keeps_the_best_and_stays_a_tree(scored: tuple[Tree, list[float]], budget: int) -> None:
     tree, scores = scored
-    kept = best_first(tree.tokens.tolist(), tree.parents.tolist(), scores, budget)
+    kept = best_first(tree.tokens, tree.parents, scores, budget)
     assert kept.size == min(budget, tree.size)
     # As sets of paths: the kept ones are paths of the whole tree, and none left out scores above one that is kept.
     whole = sorted((scores[row - 1], path_tokens(tree, row)) for row in range(1, tree.size + 1))
@@ -71,27 +71,27 @@ def test_best_first_lists_the_likeliest_path_first() -> None:
     tokens, parents = [1, 2, 3, 4, 5, 6], [ROOT, ROOT, 0, 0, 1, 2]
     scores = [-0.2, -1.8, -0.4, -1.0, -2.0, -0.5]
     kept = best_first(tokens, parents, scores, 6)
-    assert kept.tokens.tolist() == [1, 3, 6, 4, 2, 5]
-    assert kept.parents.tolist() == [ROOT, 0, 1, 0, ROOT, 4]
+    assert kept.tokens == (1, 3, 6, 4, 2, 5)
+    assert kept.parents == (ROOT, 0, 1, 0, ROOT, 4)
 
 
 def path_tokens(tree: Tree, row: int) -> list[int]:
-    return [int(tree.tokens[r - 1]) for r in path(tree, row)[1:]]
+    return [tree.tokens[r - 1] for r in path(tree, row)[1:]]
 
 
 def test_chains() -> None:
-    assert Tree.chain([5, 6, 7]).parents.tolist() == [ROOT, 0, 1]
+    assert Tree.chain([5, 6, 7]).parents == (ROOT, 0, 1)
     assert Tree.chain([5, 6, 7]).is_chain
     assert Tree.empty().size == 0
     assert Tree.empty().is_chain
     assert Tree.empty().ancestors().tolist() == [[True]]
-    assert not Tree(tokens=np.array([1, 2]), parents=np.array([ROOT, ROOT])).is_chain
+    assert not Tree(tokens=(1, 2), parents=(ROOT, ROOT)).is_chain
 
 
 @pytest.mark.parametrize("parents", [[0], [ROOT, 1], [ROOT, 2, 0], [-2]])
 def test_a_parent_comes_before_its_child(parents: list[int]) -> None:
     with pytest.raises(ValueError, match="parent must come before"):
-        Tree(tokens=np.zeros(len(parents), np.int64), parents=np.array(parents, np.int64))
+        Tree(tokens=(0,) * len(parents), parents=tuple(parents))
 
 
 @settings(deadline=None)

@@ -72,7 +72,7 @@ class OracleProposer(Scripted):
             tokens += [(token + 1) % V, token]
             parents += [parent, parent]
             parent = len(tokens) - 1
-        return Tree(tokens=np.array(tokens, np.int64), parents=np.array(parents, np.int64))
+        return Tree(tokens=tuple(tokens), parents=tuple(parents))
 
 
 class LiarProposer(Scripted):
@@ -83,8 +83,8 @@ class LiarProposer(Scripted):
         if not coming:
             return Tree.empty()
         wrong = [(coming[0] + 1) % V, *coming[1:]]
-        parents = np.array([ROOT, *([0] * (len(wrong) - 1))], np.int64)
-        return Tree.chain(wrong) if bounds.chain else Tree(tokens=np.array(wrong, np.int64), parents=parents)
+        parents = (ROOT, *([0] * (len(wrong) - 1)))
+        return Tree.chain(wrong) if bounds.chain else Tree(tokens=tuple(wrong), parents=parents)
 
 
 class NoisyProposer(Scripted):
@@ -102,7 +102,7 @@ class NoisyProposer(Scripted):
             depths.append(0 if parent == ROOT else depths[parent] + 1)
         right = [*self.coming(size), *([0] * size)]
         tokens = [right[d] if self.random.random() < 0.6 else int(self.random.integers(V)) for d in depths]
-        return Tree(tokens=np.array(tokens, np.int64), parents=np.array(parents, np.int64))
+        return Tree(tokens=tuple(tokens), parents=tuple(parents))
 
 
 world = lru_cache(hashed_logits)  # shared, because filling the table is what takes the time

@@ -50,7 +50,7 @@ def _spread(path: Sequence[int]) -> tuple[Tree, list[int]]:
         parents += [parent, parent]
         parent = len(tokens) - 1
         rows.append(parent + 1)
-    return Tree(tokens=np.array(tokens, np.int64), parents=np.array(parents, np.int64)), rows
+    return Tree(tokens=tuple(tokens), parents=tuple(parents)), rows
 
 
 def main() -> None:
