@@ -23,7 +23,7 @@ from elsi_edge.runtime.draft import OrtDraft, log_softmax
 from elsi_edge.runtime.options import SessionSettings
 from elsi_edge.runtime.ort import open_session
 from elsi_edge.runtime.target import OrtTarget, Target
-from elsi_edge.runtime.tree import Tree
+from elsi_edge.runtime.tree import ROOT, Tree
 from elsi_edge.text import TextCodec
 
 Floats = NDArray[np.float32]
@@ -298,7 +298,7 @@ def _check_draft(
         )
         first = graph.extend(ids[1:], taps)
         token = int(draft.draft_to_target_ids[first.likeliest(0, 1)[0]])
-        second = graph.expand(np.array([token]), first.states, 1, np.ones((1, 1), np.bool_))
+        second = graph.expand([token], first.states, 1, [ROOT])
         wanted = expected.rollout(ids[1:], taps, token)
         for name, got, want in (("entry", first, wanted[0]), ("node", second, wanted[1])):
             key = f"draft_{name}_relative_error"

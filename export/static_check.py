@@ -16,7 +16,7 @@ from elsi_edge.runtime.options import SessionSettings
 from elsi_edge.runtime.static_draft import open_static_draft
 from elsi_edge.runtime.static_target import StaticTarget, open_static_target
 from elsi_edge.runtime.target import TargetStep
-from elsi_edge.runtime.tree import Tree
+from elsi_edge.runtime.tree import ROOT, Tree
 from elsi_edge.text import TextCodec
 
 _STEPS = (1, 2, 5)  # rows a step that must give the same bits, beside all that the graph has
@@ -97,7 +97,7 @@ def _check_draft(
     graph = open_static_draft(bundle, draft.config, draft.draft_to_target_ids, SessionSettings())
     first = graph.extend(ids[1:], taps)
     token = int(draft.draft_to_target_ids[first.likeliest(0, 1)[0]])
-    second = graph.expand(np.array([token]), first.states, 1, np.ones((1, 1), np.bool_))
+    second = graph.expand([token], first.states, 1, [ROOT])
     wanted = DraftReference(draft, reference.embeddings).rollout(ids[1:], taps, token)
     errors: dict[str, float] = {}
     for name, got, want in (("entry", first, wanted[0]), ("node", second, wanted[1])):

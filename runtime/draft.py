@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from elsi_edge.artifacts import DraftConfig
 from elsi_edge.runtime.bound import BoundGraph, Scratch
 from elsi_edge.runtime.kv_cache import KvCache
-from elsi_edge.runtime.tree import attention_bias
+from elsi_edge.runtime.tree import ROOT, attention_bias, path_mask
 
 ENTRY_ROWS = 256  # entries a call takes
 _MOST_SHAPES = 16  # of calls whose buffers are kept
@@ -57,7 +57,7 @@ class OrtDraft:
         self._scratch = Scratch()
         self._made: dict[tuple[int, int, int], dict[str, NDArray[Any]]] = {}  # buffers by shape of a call
         self._seqlens, self._total = np.zeros(1, np.int32), np.zeros((), np.int32)
-        self._cached, self._parents = np.zeros(1, np.int32), list[int]()  # of nodes since the last commit
+        self._cached = np.zeros(1, np.int32)
         if projection is None:
             self._graph.bind_always("cached", self._cached)
         else:
@@ -84,14 +84,14 @@ class OrtDraft:
         return step
 
     def expand(
-        self, tokens: NDArray[np.int64], states: NDArray[np.float32], depth: int, seen: NDArray[np.bool_]
+        self, tokens: Sequence[int], states: NDArray[np.float32], depth: int, parents: Sequence[int]
     ) -> DraftStep:
         """Run T nodes at `depth` (1 = below the root) without committing.
 
-        `states` [T, E] are their parents'; `seen` [T, W] says which of the W nodes run since the last commit, these T
-        last, each of them sees.
+        `states` [T, E] are their parents'; `parents` [W] are the places of the parents of all nodes run since the last
+        commit, these T last, among those; ROOT for the first level.
         """
-        return self._run(tokens, "state", states, depth=depth, seen=seen)
+        return self._run(tokens, "state", states, depth=depth, parents=parents)
 
     def room(self) -> int:
         """How many levels of nodes fit before the context ends."""
@@ -111,21 +111,22 @@ class OrtDraft:
 
     def _run(
         self,
-        tokens: Sequence[int] | NDArray[np.int64],
+        tokens: Sequence[int],
         name: str,
         given: NDArray[np.float32],
         *,
         depth: int = 0,
-        seen: NDArray[np.bool_] | None = None,
+        parents: Sequence[int] | None = None,
     ) -> DraftStep:
-        """One call over nodes, or without `seen` over entries, each of which sees those before it.
+        """One call over nodes, or without `parents` over entries, each of which follows the one before it.
 
         `given` is the input `name`. Predictions follow every node, but the last entry alone.
         """
         count, native = len(tokens), self._projection is None
-        width = count if seen is None else seen.shape[1]  # W
+        lines = range(ROOT, count - 1) if parents is None else parents  # shape: [W]
+        width = len(lines)
         total = self.cache.length + width
-        shape = (count, 1 if seen is None else count, count if name == "taps" else 0)
+        shape = (count, 1 if parents is None else count, count if name == "taps" else 0)
         self._graph.select((*shape, width if native else 0))
         self._graph.reserve(self.cache, total)
         buffers = self._buffers(*shape)
@@ -133,10 +134,12 @@ class OrtDraft:
         buffers[name][0] = given
         self._graph.use_all(buffers)
         if native:
-            self._bind_parents(count, width, seen)
+            bound = self._scratch.array("parents", (width,), np.int64)
+            bound[:] = lines
+            self._cached[0] = self.cache.length
+            self._graph.use("parents", bound)
         else:
-            seen = np.tri(count, dtype=np.bool_) if seen is None else seen
-            first = self.cache.length
+            seen, first = path_mask(lines)[-count:], self.cache.length
             buffers["position_ids"][0] = first + depth - 1 if depth else np.arange(first, first + count)
             self._seqlens[0], self._total[...] = total - 1, total
             flat = self._scratch.flat("bias", count * total, np.float32)
@@ -148,19 +151,6 @@ class OrtDraft:
             states=own[-shape[1] :],
             top=buffers["likeliest"][0] if native else None,
         )
-
-    def _bind_parents(self, count: int, width: int, seen: NDArray[np.bool_] | None) -> None:
-        """For the native attention: the parents [W] of all nodes since the last commit, this call's last."""
-        before = width - count  # nodes of earlier calls, of other levels
-        if seen is None:
-            own = list(range(-1, count - 1))
-        else:  # an ancestor ran before its descendants, so the last one seen is the parent
-            own = [max((place for place, sees in enumerate(row[:before]) if sees), default=-1) for row in seen.tolist()]
-        self._parents[before:] = own
-        parents = self._scratch.array("parents", (width,), np.int64)
-        parents[:] = self._parents
-        self._cached[0] = self.cache.length
-        self._graph.use("parents", parents)
 
     def _buffers(self, count: int, rows: int, projected: int) -> dict[str, NDArray[Any]]:
         """What a call over `count` nodes binds, `projected` of them from taps, with predictions for the last `rows` of

@@ -36,7 +36,7 @@ class Draft(Protocol):
         ...
 
     def expand(
-        self, tokens: NDArray[np.int64], states: NDArray[np.float32], depth: int, seen: NDArray[np.bool_]
+        self, tokens: Sequence[int], states: NDArray[np.float32], depth: int, parents: Sequence[int]
     ) -> DraftStep:
         """Run nodes without committing; predictions after each."""
         ...
@@ -58,6 +58,7 @@ class Drafter:
         # of it is in the caches after a step.
         self._taps = np.zeros((2 * window, 0), np.float32)
         self._run: list[int] = []  # nodes that ran since the last entry, in cache order
+        self._parents: list[int] = []  # of those, as places in that order
         self._step: DraftStep | None = None  # what the last run said
         self._rows: list[int] = []  # nodes, or ROOT, whose children it predicts
 
@@ -117,7 +118,7 @@ class Drafter:
         if len(self._tokens) > self.window:
             self._skip(len(self._tokens) - self.window)
         step = self.draft.extend(self._tokens, self._taps[: len(self._tokens)])
-        self._tokens, self._run = [], []
+        self._tokens, self._run, self._parents = [], [], []
         self._step, self._rows = step, [ROOT]
         return step
 
@@ -129,20 +130,8 @@ class Drafter:
         assert self._step is not None  # the first level comes from start()
         rows = [self._rows.index(parents[node]) for node in nodes]
         states = self._step.states if rows == [0] and len(self._rows) == 1 else self._step.states[rows]
-        self._run.extend(nodes)
-        seen = _seen(parents, nodes, self._run)
-        self._step = self.draft.expand(np.array([tokens[node] for node in nodes]), states, depth, seen)
+        self._parents += [ROOT if parents[node] == ROOT else self._run.index(parents[node]) for node in nodes]
+        self._run += nodes
+        self._step = self.draft.expand([tokens[node] for node in nodes], states, depth, self._parents)
         self._rows = list(nodes)
         return self._step
-
-
-def _seen(parents: Sequence[int], frontier: Sequence[int], run: Sequence[int]) -> NDArray[np.bool_]:
-    """[T, W] which of the nodes run so far each frontier node sees: its ancestors and itself."""
-    place = {node: index for index, node in enumerate(run)}
-    seen = np.zeros((len(frontier), len(run)), np.bool_)
-    for row, node in enumerate(frontier):
-        current = node
-        while current != ROOT:
-            seen[row, place[current]] = True
-            current = parents[current]
-    return seen

@@ -146,11 +146,11 @@ class CountingDraft:
         return step
 
     def expand(
-        self, tokens: NDArray[np.int64], states: NDArray[np.float32], depth: int, seen: NDArray[np.bool_]
+        self, tokens: Sequence[int], states: NDArray[np.float32], depth: int, parents: Sequence[int]
     ) -> DraftStep:
         """Run nodes without committing; predictions after each."""
         start = time.perf_counter()
-        step = self._draft.expand(tokens, states, depth, seen)
+        step = self._draft.expand(tokens, states, depth, parents)
         self.levels += 1
         self.seconds += time.perf_counter() - start
         return step

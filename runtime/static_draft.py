@@ -11,6 +11,7 @@ from elsi_edge.bundle import Bundle
 from elsi_edge.runtime.draft import DraftStep, log_softmax
 from elsi_edge.runtime.options import SessionSettings
 from elsi_edge.runtime.static_cache import RowGraph, StaticCache, Tables, open_static
+from elsi_edge.runtime.tree import path_mask
 
 
 class StaticDraft:
@@ -64,15 +65,16 @@ class StaticDraft:
         )
 
     def expand(
-        self, tokens: NDArray[np.int64], states: NDArray[np.float32], depth: int, seen: NDArray[np.bool_]
+        self, tokens: Sequence[int], states: NDArray[np.float32], depth: int, parents: Sequence[int]
     ) -> DraftStep:
         """Run T nodes at `depth` (1 = below the root) without committing.
 
-        `states` [T, E] are their parents'; `seen` [T, W] says which of the W nodes run since the last commit, these T
-        last, each of them sees.
+        `states` [T, E] are their parents'; `parents` [W] are the places of the parents of all nodes run since the last
+        commit, these T last, among those; ROOT for the first level.
         """
         graph, cache = self._level, self.cache
-        first = cache.length + seen.shape[1] - len(tokens)
+        seen = path_mask(parents)[-len(tokens) :]
+        first = cache.length + len(parents) - len(tokens)
         cache.clear(first)
         log_probs, own = [], []
         for start in range(0, len(tokens), graph.count):
@@ -80,7 +82,7 @@ class StaticDraft:
             some = slice(start, start + count)
             graph.inputs["state"][:count], graph.inputs["state"][count:] = states[some], 0.0
             positions = np.full(count, cache.length + depth - 1)
-            graph.run(tokens[some].tolist(), positions, seen[some], length=cache.length, at=first + start)
+            graph.run(tokens[some], positions, seen[some], length=cache.length, at=first + start)
             cache.store(graph, range(count), first + start)
             log_probs.append(log_softmax(graph.outputs["logits"][:count]))
             own.append(graph.outputs["next_state"][:count].copy())

@@ -69,10 +69,7 @@ class Tree:
             b     1 0 1 0
             c     1 1 0 1
         """
-        seen = np.eye(self.size + 1, dtype=np.bool_)
-        for node, parent in enumerate(self.parents):
-            seen[node + 1] |= seen[parent + 1]
-        return seen
+        return path_mask((ROOT, *[parent + 1 for parent in self.parents]))
 
     def children(self, row: int) -> dict[int, int]:
         """Rows of the children of `row`, by token; of two children with one token the first counts."""
@@ -84,6 +81,16 @@ class Tree:
         for node, (parent, token) in enumerate(zip(self.parents, self.tokens, strict=True)):
             found.setdefault((parent + 1, token), node + 1)
         return found
+
+
+def path_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
+    """[W, W] which of W nodes each of them sees, itself and its ancestors, from the place of each one's parent; ROOT is
+    none of them."""
+    seen = np.eye(len(parents), dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        if parent != ROOT:
+            seen[node] |= seen[parent]
+    return seen
 
 
 def best_first(

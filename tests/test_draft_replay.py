@@ -17,7 +17,7 @@ from elsi_edge.draft.unroll import PackedBatch
 from elsi_edge.runtime.draft import DraftStep
 from elsi_edge.runtime.mixed import MixedProposer
 from elsi_edge.runtime.proposal import Bounds
-from elsi_edge.runtime.tree import ROOT, Tree
+from elsi_edge.runtime.tree import ROOT, Tree, path_mask
 from tests.test_draft_unroll import DRAFT_VOCAB, VOCAB, WIDTH, M, config
 
 IDS = np.sort(np.random.default_rng(0).permutation(VOCAB)[:DRAFT_VOCAB]).astype(np.int64)
@@ -63,13 +63,13 @@ class TorchDraft:
         return self._step(logits[:, -1:], own[:, -1:])
 
     def expand(
-        self, tokens: NDArray[np.int64], states: NDArray[np.float32], depth: int, seen: NDArray[np.bool_]
+        self, tokens: Sequence[int], states: NDArray[np.float32], depth: int, parents: Sequence[int]
     ) -> DraftStep:
         past = torch.ones(len(tokens), self.cache.length, dtype=torch.bool)
-        mask = torch.cat([past, torch.from_numpy(seen)], dim=1)[None]
+        mask = torch.cat([past, torch.from_numpy(path_mask(parents)[-len(tokens) :])], dim=1)[None]
         positions = torch.full((1, len(tokens)), self.cache.length + depth - 1)
         found = self.net.forward_step(
-            torch.from_numpy(states)[None], torch.from_numpy(tokens)[None], positions, self.nodes, mask
+            torch.from_numpy(states)[None], torch.tensor([list(tokens)]), positions, self.nodes, mask
         )
         return self._step(*found)
 

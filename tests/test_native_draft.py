@@ -16,6 +16,7 @@ from elsi_edge.runtime.draft import DraftStep, OrtDraft, likeliest
 from elsi_edge.runtime.engines import open_draft
 from elsi_edge.runtime.options import GenerateOptions, SessionSettings
 from elsi_edge.runtime.session import Session
+from elsi_edge.runtime.tree import ROOT
 
 MakeBundle = Callable[..., Path]
 SETTINGS = SessionSettings(threads=1)
@@ -70,11 +71,10 @@ def test_it_predicts_what_the_stock_graphs_do(
     for count in (12, 1):  # several blocks, then the entry of a round
         one, other = (draft.extend(tokens[:count], taps[:count]) for draft in (stock, native))
         same(one, other)
-    nodes, seen = np.array([3, 9, 4]), np.eye(3, dtype=np.bool_)
-    one, other = (draft.expand(nodes, one.states[[0, 0, 0]], 1, seen) for draft in (stock, native))
+    one, other = (draft.expand([3, 9, 4], one.states[[0, 0, 0]], 1, [ROOT] * 3) for draft in (stock, native))
     same(one, other)
-    below = np.array([[1, 0, 0, 1, 0], [0, 0, 1, 0, 1]], np.bool_)
-    one, other = (draft.expand(nodes[:2], one.states[[0, 2]], 2, below) for draft in (stock, native))
+    below = [*[ROOT] * 3, 0, 2]
+    one, other = (draft.expand([3, 9], one.states[[0, 2]], 2, below) for draft in (stock, native))
     same(one, other)
     one, other = (draft.extend(tokens[:1], taps[:1]) for draft in (stock, native))  # nothing of the tree is left
     same(one, other)
@@ -90,7 +90,7 @@ def test_the_likeliest_come_from_the_graph(tiny_bundle: MakeBundle) -> None:
     for count in (1, 3, MOST_LIKELY, MOST_LIKELY + 4):
         assert step.likeliest(0, count) == likeliest(step.log_probs[0], count)
     before = step.log_probs.copy(), step.top.copy()
-    native.expand(np.array([6]), np.zeros((1, native.config.width), np.float32), 1, np.ones((1, 1), np.bool_))
+    native.expand([6], np.zeros((1, native.config.width), np.float32), 1, [ROOT])
     np.testing.assert_array_equal(step.log_probs, before[0])  # an entry's step outlives the levels below it
     np.testing.assert_array_equal(step.top, before[1])
 

@@ -318,7 +318,7 @@ def test_the_proposed_tree_is_that_of_paths_run_one_by_one(tiny_bundle: MakeBund
         draft.keep(0)
         step = draft.extend(followed, taps)
         for depth, token in enumerate(path, start=1):
-            step = draft.expand(np.array([token]), step.states[-1:], depth, np.ones((1, depth), np.bool_))
+            step = draft.expand([token], step.states[-1:], depth, range(ROOT, depth - 1))
         last: Floats = step.log_probs[-1]
         return last
 

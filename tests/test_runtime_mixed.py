@@ -21,7 +21,7 @@ from elsi_edge.runtime.price import FREE, Costs, Price, typical
 from elsi_edge.runtime.proposal import Bounds
 from elsi_edge.runtime.sampling import choose
 from elsi_edge.runtime.toy import ToyTarget
-from elsi_edge.runtime.tree import ROOT
+from elsi_edge.runtime.tree import ROOT, path_mask
 from tests.toy_proposers import V, toy_target, world
 
 DEAR = Price(nodes=tuple(0.45 * n for n in range(len(FREE.nodes))), entry=0.1, level=0.05)
@@ -60,11 +60,12 @@ class ToyDraft:
         return self._step(np.array([state], np.float32))
 
     def expand(
-        self, tokens: NDArray[np.int64], states: NDArray[np.float32], depth: int, seen: NDArray[np.bool_]
+        self, tokens: Sequence[int], states: NDArray[np.float32], depth: int, parents: Sequence[int]
     ) -> DraftStep:
         self.calls.append("level")
+        seen = path_mask(parents)[-len(tokens) :]
         assert (seen.sum(axis=1) == depth).all()  # a node sees its ancestors and itself
-        return self._step(np.concatenate([states[:, 1:], tokens[:, None].astype(np.float32)], axis=1))
+        return self._step(np.concatenate([states[:, 1:], np.array(tokens, np.float32)[:, None]], axis=1))
 
     def _step(self, states: NDArray[np.float32]) -> DraftStep:
         rows = []

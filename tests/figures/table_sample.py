@@ -25,6 +25,7 @@ from elsi_edge.builtin import NAME
 from elsi_edge.fsio import write_json
 from elsi_edge.prompts import read_prompts, spread_over_categories
 from elsi_edge.runtime.options import DraftShape
+from elsi_edge.runtime.tree import ROOT
 
 SHAPES: tuple[tuple[str, int, DraftShape], ...] = (("chain-4", 4, "chain"), ("tree-30", 30, "tree"))
 _PROMPTS = 65  # five a category
@@ -81,11 +82,11 @@ def level_ms(session: Session) -> float:
     """Median milliseconds of one draft level of one node, after a short prompt."""
     session.generate("Name a river.", GenerateOptions(max_tokens=8, draft_nodes=1, proposals=("draft",)))
     draft = session.engine(exact=True).proposer.drafter.draft  # type: ignore[union-attr]
-    states, seen = np.zeros((1, draft.config.width), np.float32), np.ones((1, 1), np.bool_)
+    states = np.zeros((1, draft.config.width), np.float32)
     times = []
     for _ in range(_LEVELS):
         start = time.perf_counter()
-        draft.expand(np.array([1]), states, 1, seen)
+        draft.expand([1], states, 1, [ROOT])
         times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e3
 
