@@ -41,8 +41,9 @@ class Quantised:
 def quantise_graph(model: ir.Model, recipe: Recipe, moments: Moments | None = None) -> Quantised:
     """Replace each matrix product by MatMulNBits with the recipe's bits; with offsets, by two of them.
 
-    `moments` are for compensated rounding; without, such a matrix is rounded by least squares. The graph may keep float
-    weights that nothing reads any more. Raises UsageError when a pattern of the recipe names no matrix.
+    `moments` are for compensated rounding; without, such a matrix is rounded by least squares, or with offsets to the
+    nearest levels. The graph may keep float weights that nothing reads any more. Raises UsageError when a pattern of
+    the recipe names no matrix.
     """
     found = matrices(model)
     recipe.require_matches(found)
@@ -53,19 +54,17 @@ def quantise_graph(model: ir.Model, recipe: Recipe, moments: Moments | None = No
         counts[bits] += 1
         if bits == 32:
             continue
-        weight = _weight(node)
+        weight, rounding = _weight(node), recipe.rounding_of(name)
+        hessian = None
+        if rounding == "compensated" and moments is not None:
+            hessian = moments(name).astype(np.float64)
         if recipe.has_offsets(name) and offsets.fits(weight):
-            _replace_with_offsets(model, node, offsets.quantise_with_offsets(weight))
+            _replace_with_offsets(model, node, offsets.quantise_with_offsets(weight, hessian))
             with_offsets += 1
             continue
-        rounding = recipe.rounding_of(name)
-        if rounding != "compensated":
-            blocks = quantise(weight, bits, rounding)
-        elif moments is None:
-            blocks = quantise(weight, bits, "least-squares")
-        else:
-            blocks = quantise(weight, bits, rounding, moments(name).astype(np.float64))
-        _replace(model, node, bits, blocks, inputs=weight.shape[1])
+        if rounding == "compensated" and hessian is None:
+            rounding = "least-squares"
+        _replace(model, node, bits, quantise(weight, bits, rounding, hessian), inputs=weight.shape[1])
     return Quantised(by_bits=dict(counts), with_offsets=with_offsets)
 
 

@@ -3,9 +3,10 @@
 A recipe file is TOML or JSON:
 
     bits = 4                    # of every matrix that nothing else names; must be the --precision's
-    rounding = "least-squares"  # or "nearest", "compensated" (see elsi_edge.export.rounding); unless said, matrices of
-                                # 4 bits without offsets are compensated and all others nearest
-    offsets = false             # of blocks of 4 bits (see elsi_edge.export.offsets); true with "nearest" unless said
+    rounding = "least-squares"  # or "nearest", "compensated" (see elsi_edge.export.rounding); unless said, a lm_head of
+                                # 4 bits and blocks of 4 bits without offsets are compensated and all others nearest
+    offsets = false             # of blocks of 4 bits (see elsi_edge.export.offsets); true unless said, but with
+                                # "least-squares"
     lm_head_bits = 4            # 8 unless said, where `bits` is 4
     embedding_bits = 4          # of a table tied to the lm_head: 8 beside a lm_head of 4 bits unless said, else shared
     [matrices]                  # pattern (as a shell's, on names such as layers.3.mlp.down_proj) = 4, 8 or 32 bits
@@ -42,8 +43,8 @@ class Recipe:
     """Bits and rounding of a target's matrices."""
 
     bits: int = 4  # of matrices that no pattern names
-    rounding: Rounding | None = None  # None = "nearest", but "compensated" for 4 bits without offsets
-    offsets: bool | None = None  # of matrices of 4 bits but the lm_head's; None = with "nearest"
+    rounding: Rounding | None = None  # None = as `rounding_of` says
+    offsets: bool | None = None  # of matrices of 4 bits; None = unless rounded by least squares
     lm_head_bits: int | None = None  # None = as a pattern has it, or 8 where `bits` is 4, or `bits`
     embedding_bits: int | None = None  # of a tied table; None = 8 beside a lm_head of 4 bits, else the lm_head's
     matrices: Mapping[str, int] = field(default_factory=dict)  # pattern to bits, later ones first to hold
@@ -61,9 +62,10 @@ class Recipe:
             )
         if self.offsets not in (None, False, True):
             raise ConfigError(f"recipe: offsets is {self.offsets!r}, it must be true or false")
-        if self.offsets and self.rounding not in (None, "nearest"):
+        if self.offsets and self.rounding == "least-squares":
             raise ConfigError(
-                f'recipe: offsets is true and rounding {self.rounding!r}; offsets go with "nearest" alone, drop one'
+                "recipe: offsets is true and rounding 'least-squares', which knows no offsets; drop one, or take "
+                '"nearest" or "compensated"'
             )
         head = self.bits_of(LM_HEAD)
         if self.embedding_bits not in (None, _TABLE_BITS, head):
@@ -82,14 +84,22 @@ class Recipe:
     def has_offsets(self, matrix: str) -> bool:
         """Whether a matrix gets offsets, where its size and weights allow it.
 
-        The lm_head does not: its blocks may be the embedding table's too, and lookups know no offsets.
+        A lm_head whose blocks are the embedding table's too does not: lookups know no offsets.
         """
-        wanted = self.rounding in (None, "nearest") if self.offsets is None else self.offsets
-        return wanted and matrix != LM_HEAD and self.bits_of(matrix) == 4
+        wanted = self.rounding != "least-squares" if self.offsets is None else self.offsets
+        shared = matrix == LM_HEAD and self.embedding_bits == 4
+        return wanted and not shared and self.bits_of(matrix) == 4
 
     def rounding_of(self, matrix: str) -> Rounding:
-        """How a matrix without offsets is rounded; one with offsets takes the nearest levels."""
-        return self.rounding or ("compensated" if self.bits_of(matrix) == 4 else "nearest")
+        """How a matrix is rounded.
+
+        Unless told, matrices of 4 bits are compensated, but blocks with offsets nearest: that needs no look at inputs,
+        and weights that are Q4_1 already stay as they are.
+        """
+        if self.rounding is not None:
+            return self.rounding
+        nearest = self.bits_of(matrix) != 4 or (matrix != LM_HEAD and self.has_offsets(matrix))
+        return "nearest" if nearest else "compensated"
 
     @property
     def compensates(self) -> bool:
@@ -131,6 +141,7 @@ class Recipe:
                 value["rounding_without_offsets"] = "compensated"
         if self.lm_head_bits is not None:
             value["lm_head_bits"] = self.lm_head_bits
+            value["lm_head_rounding"] = self.rounding_of(LM_HEAD)
         if self.embedding_bits is not None:
             value["embedding_bits"] = self.embedding_bits
         if self.matrices:

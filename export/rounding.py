@@ -1,6 +1,7 @@
 """Weights to symmetric blocks of 4 or 8 bits with one scale each: three ways to choose scales and roundings.
 
-All yield the same format, which the same kernels run at the same speed; they differ in what the rounding costs.
+All yield the same format, which the same kernels run at the same speed; they differ in what the rounding costs. Blocks
+with an offset each are made in `elsi_edge.export.offsets`, by the first and the last of these ways.
 
 - nearest: ONNX Runtime's own quantiser: the weight of the largest magnitude lands on the lowest level, the others on
   the nearest one;
@@ -10,6 +11,7 @@ All yield the same format, which the same kernels run at the same speed; they di
   yet, as far as the layer's inputs correlate (GPTQ, arXiv 2210.17323, equations 2 and 3).
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -20,10 +22,12 @@ from elsi_edge.artifacts import BLOCK
 Rounding = Literal["nearest", "least-squares", "compensated"]
 Floats = NDArray[np.float32]
 Levels = NDArray[np.int16]
+# Of one block [n, 32] of weights and the importance [32] of its inputs: scales [n] and offsets [n].
+Fit = Callable[[Floats, Floats, int], tuple[Floats, Floats]]  # with the block's place in its row
 
 # Of MatMulNBits: activations in 8 bits; with symmetric blocks of 32, a row's bits do not depend on its company.
 ACCURACY_LEVEL = 4
-_ROWS = 2048  # output rows at a time: bounds the temporaries
+ROWS = 2048  # output rows at a time: bounds the temporaries
 _DIVISORS = (8.0, 7.6, 7.2, 6.8, 8.5, 9.2)  # candidates: the largest magnitude over the scale, at 4 bits
 _DAMPING = 0.01  # of the Hessian's mean diagonal, added to it (GPTQ's 1 %)
 
@@ -42,17 +46,22 @@ def quantise(
     blocks = -(-width // BLOCK)
     packed = np.empty((rows, blocks, BLOCK * bits // 8), np.uint8)
     scales = np.empty((rows, blocks), np.float32)
-    correction, importance = (None, None) if rounding != "compensated" else _inverse_root(hessian, width)
-    for start in range(0, rows, _ROWS):
-        part = np.zeros((min(_ROWS, rows - start), blocks * BLOCK), np.float32)  # shape: [n, K padded]
-        part[:, :width] = weight[start : start + _ROWS]
-        if correction is not None and importance is not None:
-            levels, scale = _compensated(part, bits, correction, importance)
+    root = None if rounding != "compensated" else inverse_root(hessian, width)
+
+    def fit(block: Floats, importance: Floats, _: int) -> tuple[Floats, Floats]:
+        scale = least_squares(block, bits, importance)[1]
+        return scale, np.zeros_like(scale)
+
+    for start in range(0, rows, ROWS):
+        part = np.zeros((min(ROWS, rows - start), blocks * BLOCK), np.float32)  # shape: [n, K padded]
+        part[:, :width] = weight[start : start + ROWS]
+        if root is not None:
+            levels, scale, _ = compensated(part, bits, root, fit)
         else:
             grouped = part.reshape(len(part), blocks, BLOCK)
             levels, scale = least_squares(grouped, bits)
-        packed[start : start + _ROWS] = pack(levels, bits)
-        scales[start : start + _ROWS] = scale
+        packed[start : start + ROWS] = pack(levels, bits)
+        scales[start : start + ROWS] = scale
     return packed, scales
 
 
@@ -63,11 +72,11 @@ def least_squares(blocks: Floats, bits: int, importance: Floats | None = None) -
     best = np.full(extreme.shape, np.inf, np.float32)
     levels, scales = np.zeros(blocks.shape, np.int16), np.zeros_like(extreme)
     for divisor in [sign * d * (-lowest / 8.0) for sign in (-1.0, 1.0) for d in _DIVISORS]:
-        tried = np.clip(np.rint(blocks * _reciprocal(extreme / np.float32(divisor))), lowest, -lowest - 1)
+        tried = np.clip(np.rint(blocks * reciprocal(extreme / np.float32(divisor))), lowest, -lowest - 1)
         weighted = tried if importance is None else tried * importance
         along = (weighted * blocks).sum(-1, keepdims=True)
         length = (weighted * tried).sum(-1, keepdims=True)
-        inverse = _reciprocal(length)
+        inverse = reciprocal(length)
         error = -along * along * inverse  # of the refitted scale, less the block's own sum of squares
         better = error < best
         np.copyto(best, error, where=better)
@@ -85,33 +94,36 @@ def _nearest(weight: Floats, bits: int) -> tuple[NDArray[np.uint8], Floats]:
     return packed, scales
 
 
-def _compensated(weight: Floats, bits: int, correction: Floats, importance: Floats) -> tuple[Levels, Floats]:
-    """GPTQ over one group of output rows [n, K]; `correction` [K, K] is the upper root of the inverse Hessian.
+def compensated(weight: Floats, bits: int, root: tuple[Floats, Floats], fit: Fit) -> tuple[Levels, Floats, Floats]:
+    """GPTQ over one group of output rows [n, K]: levels [n, K / 32, 32], scales and offsets [n, K / 32].
 
-    `importance` [K] is the Hessian's diagonal. `weight` is written over.
+    `root` is what `inverse_root` found. Scale and offset of a block are fitted when its turn comes, to weights that
+    make up for the blocks before it already. `weight` is written over.
     """
+    correction, importance = root
     rows, width = weight.shape
     levels = np.empty((rows, width // BLOCK, BLOCK), np.int16)
-    scales = np.empty((rows, width // BLOCK), np.float32)
+    scales, offsets = (np.empty((rows, width // BLOCK), np.float32) for _ in range(2))
     lowest = -(1 << (bits - 1))
     for index, start in enumerate(range(0, width, BLOCK)):
         end = start + BLOCK
-        block, root = weight[:, start:end], correction[start:end, start:end]
-        _, scale = least_squares(block, bits, importance[start:end])
-        inverse = _reciprocal(scale)
+        block, own = weight[:, start:end], correction[start:end, start:end]
+        scale, offset = fit(block, importance[start:end], index)
+        inverse = reciprocal(scale)
         errors = np.empty_like(block)
         for column in range(BLOCK):
-            level = np.clip(np.rint(block[:, column] * inverse), lowest, -lowest - 1)
+            level = np.clip(np.rint((block[:, column] - offset) * inverse), lowest, -lowest - 1)
             levels[:, index, column] = level
-            errors[:, column] = (block[:, column] - level * scale) / root[column, column]
-            block[:, column + 1 :] -= errors[:, column : column + 1] * root[column, column + 1 :]
+            errors[:, column] = (block[:, column] - (level * scale + offset)) / own[column, column]
+            block[:, column + 1 :] -= errors[:, column : column + 1] * own[column, column + 1 :]
         weight[:, end:] -= errors @ correction[start:end, end:]
-        scales[:, index] = scale
-    return levels, scales
+        scales[:, index], offsets[:, index] = scale, offset
+    return levels, scales, offsets
 
 
-def _inverse_root(hessian: NDArray[np.float64] | None, width: int) -> tuple[Floats, Floats]:
-    """U of inverse(H) = transpose(U) U, upper triangular, damped, and H's diagonal; both padded to whole blocks.
+def inverse_root(hessian: NDArray[np.float64] | None, width: int) -> tuple[Floats, Floats]:
+    """U [K, K] of inverse(H) = transpose(U) U, upper triangular, damped, and H's diagonal [K]; both padded to whole
+    blocks.
 
     Inputs that were never seen stay by themselves, and so do the zero weights beyond the last input.
     """
@@ -136,7 +148,8 @@ def _extreme(blocks: Floats) -> Floats:
     return result
 
 
-def _reciprocal(values: Floats) -> Floats:
+def reciprocal(values: Floats) -> Floats:
+    """1 / x, and 0 of 0."""
     return np.divide(np.float32(1), values, out=np.zeros_like(values), where=values != 0)
 
 

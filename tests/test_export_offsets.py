@@ -14,7 +14,7 @@ from elsi_edge.export import offsets
 from elsi_edge.export.native_graph import use_native_products
 from elsi_edge.export.quantise import quantise_graph
 from elsi_edge.export.recipe import Recipe, make_recipe
-from elsi_edge.export.rounding import Floats
+from elsi_edge.export.rounding import Floats, quantise
 
 Array = np.ndarray[Any, Any]
 
@@ -61,6 +61,29 @@ def test_a_q4_1_matrix_keeps_its_weights(blocks: int) -> None:
     error = np.abs(decoded(made) - weight).reshape(40, blocks, BLOCK).max(-1)
     assert (error < 0.2 * made.scales).all()  # of a level; symmetric blocks are off by half a level
     assert np.median(error / made.scales) < 0.03
+    again = offsets.quantise_with_offsets(weight, np.eye(weight.shape[1]))  # nothing to make up for
+    assert np.abs(decoded(again) - weight).max() <= 1.01 * np.abs(decoded(made) - weight).max()
+
+
+@pytest.mark.parametrize("blocks", [2, 40])
+def test_compensated_levels_keep_the_products_with_correlated_inputs(blocks: int) -> None:
+    draw, width = np.random.default_rng(blocks), blocks * BLOCK
+    weight = draw.normal(size=(24, width)).astype(np.float32) + np.float32(0.3)
+    inputs = draw.normal(size=(3 * width, width // 4)) @ draw.normal(size=(width // 4, width))
+    inputs += 0.1 * draw.normal(size=inputs.shape)
+
+    def error(found: Floats) -> float:
+        return float(np.square(inputs @ (found - weight).T).mean())
+
+    hessian = inputs.T @ inputs / len(inputs)
+    made = offsets.quantise_with_offsets(weight, hessian)
+    assert error(decoded(made)) < 0.3 * error(decoded(offsets.quantise_with_offsets(weight)))
+    symmetric, scales = quantise(weight, 4, "compensated", hessian)
+    levels = np.stack([symmetric & 15, symmetric >> 4], -1).reshape(24, blocks, BLOCK).astype(np.float32) - 8
+    assert error(decoded(made)) < error((levels * scales[..., None]).reshape(24, -1))
+    assert np.array_equal(made.scales, made.scales.astype(np.float16).astype(np.float32))
+    nothing = offsets.quantise_with_offsets(np.zeros((3, width), np.float32), hessian)
+    assert not decoded(nothing).any()
 
 
 def test_one_sided_and_constant_blocks() -> None:
@@ -102,7 +125,10 @@ def test_the_native_form_is_one_node() -> None:
 
 def test_recipes_with_offsets(tmp_path: Path) -> None:
     assert Recipe().has_offsets("layers.0.mlp.up_proj") and not Recipe().has_offsets("lm_head")
-    assert not Recipe(rounding="compensated").has_offsets("layers.0.mlp.up_proj")
+    assert Recipe(rounding="compensated").has_offsets("layers.0.mlp.up_proj")
+    assert not Recipe(rounding="least-squares").has_offsets("layers.0.mlp.up_proj")
+    assert Recipe(lm_head_bits=4).has_offsets("lm_head")
+    assert not Recipe(lm_head_bits=4, embedding_bits=4).has_offsets("lm_head")  # lookups know none
     assert not Recipe(matrices={"layers.0.*": 8}).has_offsets("layers.0.mlp.up_proj")
     assert (Recipe().bits_of("lm_head"), Recipe(lm_head_bits=4).bits_of("lm_head")) == (8, 4)
     assert (Recipe(matrices={"lm_*": 4}).bits_of("lm_head"), Recipe(bits=32).bits_of("lm_head")) == (4, 32)

@@ -121,7 +121,9 @@ def test_a_pattern_that_names_nothing() -> None:
 
 
 def test_mixed_bits_reach_the_graph_and_the_manifest(tiny_model: TinyModel, tmp_path: Path) -> None:
-    recipe = Recipe(bits=4, rounding="compensated", lm_head_bits=8, matrices={"layers.0.*": 8, "*.o_proj": 32})
+    recipe = Recipe(
+        bits=4, rounding="compensated", offsets=False, lm_head_bits=8, matrices={"layers.0.*": 8, "*.o_proj": 32}
+    )
     export_bundle(
         resolve(str(tiny_model.model)), tmp_path / "bundle", ExportSettings(precision="int4", recipe=recipe), draft=None
     )
@@ -143,10 +145,10 @@ def test_mixed_bits_reach_the_graph_and_the_manifest(tiny_model: TinyModel, tmp_
     assert bundle.manifest.parity["chain_bit_identical"] is True
 
 
-def test_4_bits_without_offsets_are_compensated_unless_said() -> None:
+def test_what_is_compensated_unless_said() -> None:
     light = Recipe(lm_head_bits=4)
     assert (light.rounding_of("lm_head"), Recipe().rounding_of("lm_head")) == ("compensated", "nearest")
-    assert light.has_offsets("layers.0.mlp.up_proj") and not light.has_offsets("lm_head")
+    assert Recipe(offsets=False).rounding_of("layers.0.mlp.up_proj") == "compensated"
     assert Recipe(lm_head_bits=4, rounding="nearest").rounding_of("lm_head") == "nearest"
     assert light.compensates and not Recipe(bits=8).compensates and not Recipe(rounding="nearest").compensates
     assert (Recipe(bits=8, rounding="compensated").compensates, Recipe(bits=8, lm_head_bits=4).compensates) == (
@@ -154,7 +156,8 @@ def test_4_bits_without_offsets_are_compensated_unless_said() -> None:
     ) * 2
     told = light.to_json({4: 3}, with_offsets=2)
     assert (told["rounding"], told["rounding_without_offsets"]) == ("nearest", "compensated")
-    assert "rounding_without_offsets" not in light.to_json({4: 2, 8: 1}, with_offsets=2)
+    told = light.to_json({4: 3}, with_offsets=3)
+    assert told["lm_head_rounding"] == "compensated" and "rounding_without_offsets" not in told
 
 
 def test_bits_of_the_table() -> None:
