@@ -62,7 +62,8 @@ def measure(
                         break
                     wanted[sources[name]] = widths[name]
             held.clear()
-            say(f"measuring the inputs of {len(wanted)} products over {sum(map(len, ids))} tokens")
+            products = "1 product" if len(wanted) == 1 else f"{len(wanted)} products"
+            say(f"measuring the inputs of {products} over {sum(map(len, ids))} tokens")
             held.update(_outer_products(graph, wanted, ids, shape))
         return held[sources[matrix]].astype(np.float32)
 

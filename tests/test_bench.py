@@ -117,6 +117,9 @@ def test_arms_take_turns_at_going_first_and_repeats_count_once(monkeypatch: pyte
     answers = run(alphabet_session(Alphabet()), [row("1", "a"), row("2", "b")], max_tokens=5, repeats=2)
     assert order == [True, False, False, True, False, True, True, False]
     assert len(answers) == 2 and summarise(answers).speculative.tokens == 10
+    order.clear()  # second turns, whose prompts are longer, take turns too
+    run(alphabet_session(Alphabet()), [row("1", "a", "b"), row("2", "a", "b")], max_tokens=5)
+    assert order == [True, False, False, True, False, True, True, False]
 
 
 def made(

@@ -113,19 +113,20 @@ class _Pairs:
         self.session, self.settings = session, settings
         self._meter = EnergyMeter()
         self._begun = time.perf_counter()
-        self._answers = 0
+        self._rows = 0
 
     def answer(self, row: PromptRow, turn: int, prompt: str | Sequence[Mapping[str, str]]) -> BenchAnswer:
-        """Every repeat, plain and speculative in turn."""
+        """Every repeat, plain and speculative in turn. Who goes first changes from prompt to prompt and from turn to
+        turn, so that neither way is always first where texts are longest."""
+        self._rows += turn == 0
         results: dict[bool, list[GenerationResult]] = {True: [], False: []}
         joules = {True: 0.0, False: 0.0}
         for repeat in range(self.settings.repeats):
-            first = (self._answers + repeat) % 2 == 0
+            first = (self._rows + turn + repeat) % 2 == 1
             for plain in (first, not first):
                 before = self._meter.joules()
                 results[plain].append(self.session.generate(prompt, self.settings.options(plain=plain)))
                 joules[plain] += self._meter.joules() - before
-        self._answers += 1
         return BenchAnswer(
             id=row.id,
             category=row.category or "uncategorised",
