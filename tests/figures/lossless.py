@@ -3,10 +3,10 @@
     python -m tests.figures.lossless BUNDLE... --prompts FILE --out FILE [--limit 40] [--tokens 128] [--scripted 64]
 
 fp32, and with the native operators every precision, with trees of 1, 4, 8 and 30 drafted nodes; int4 and int8
-without them with chains of 1, 3 and 7; each with the bundle's draft,
-with an oracle that is always right and with a liar that is always wrong (their answers are cut to --scripted tokens, as
-a liar makes every verification bring one token). Budgets below --smallest run without the draft, whose token lists at
-those budgets speed.py compares too. Exits with 1 when any list differs.
+without them with chains of 1, 3 and 7; each with the bundle's draft, with an oracle that is always right and with a
+liar that is always wrong (their answers are cut to --scripted tokens, as a liar makes every verification bring one
+token; 0 leaves both out). Budgets below --smallest run without the draft, whose token lists at those budgets speed.py
+compares too. Exits with 1 when any list differs.
 """
 
 import argparse
@@ -49,7 +49,8 @@ def run_budget(
 ) -> dict[str, Any]:
     """Every prompt with the draft, the oracle and the liar at one budget."""
     figures: dict[str, Any] = {"draft_nodes": budget}
-    for source in ("draft", "oracle", "liar")[budget < options.smallest :]:
+    sources = ("draft", "oracle", "liar") if options.scripted else ("draft",)
+    for source in sources[budget < options.smallest :]:
         limit = options.tokens if source == "draft" else min(options.tokens, options.scripted)
         generate = GenerateOptions(draft_nodes=budget, shape=shape, max_tokens=limit)
         results = []
