@@ -137,7 +137,7 @@ def test_without_a_draft_the_bundle_is_plain_only(
     put_selection(tiny_model.selection, tmp_path)
     done = run("export", tiny_model.model, "--work", tmp_path)
     assert done.code == 0 and calls[0]["draft"] is None and calls[0]["out"] == tmp_path / "tiny-llama" / "plain-int4"
-    assert "there is no draft yet" in done.err and "--plain" in done.err
+    assert "there is no draft yet" in done.err and "It runs with: elsi-edge generate" in done.err
     follows = done.err.splitlines()[-1]
     assert follows.startswith("Next: elsi-edge distill") and "calibrate" not in follows and "elsi-edge train" in follows
     bare = run(
