@@ -8,6 +8,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ def build_base_graph(
     *,
     context: int,
     moments: Callable[[Path], Moments] | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> quantise.Quantised:
     """Build the fused graph base.onnx in `work`, its weights in one file, `WEIGHTS_FILE`, beside it.
 
@@ -126,7 +128,7 @@ def build_base_graph(
     surgery.cut_rotary_tables(graph, context + SLACK)
     surgery.save_graph(graph, built / "base.onnx")
     measured = None if moments is None else moments(built / "base.onnx")
-    quantised = quantise.quantise_graph(graph, recipe, measured)
+    quantised = quantise.quantise_graph(graph, recipe, measured, say)
     table = recipe.table_bits(tied=shape.tied_embeddings)
     if shape.tied_embeddings and table == recipe.bits_of(LM_HEAD) != 32:
         embedding.share_embedding(graph, bits=table, block=BLOCK, vocab_size=shape.vocab_size, width=shape.width)
@@ -137,7 +139,7 @@ def build_base_graph(
     stored = surgery.load_graph(work / "base.onnx")
     embedding.read_in_place(stored)
     surgery.save_graph(stored, work / "base.onnx")
-    return quantised
+    return replace(quantised, table_bits=table)
 
 
 def _run_builder(model_dir: Path, out: Path) -> None:

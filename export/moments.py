@@ -15,6 +15,7 @@ from elsi_edge.artifacts import ModelShape
 from elsi_edge.export import surgery
 from elsi_edge.export.quantise import Moments, matrices
 from elsi_edge.export.rounding import Floats
+from elsi_edge.export.ticker import Ticker
 from elsi_edge.prompts import builtin_calibration_prompts
 from elsi_edge.runtime.tree import attention_bias, bias_window
 from elsi_edge.text import TextCodec
@@ -62,16 +63,17 @@ def measure(
                         break
                     wanted[sources[name]] = widths[name]
             held.clear()
-            products = "1 product" if len(wanted) == 1 else f"{len(wanted)} products"
-            say(f"measuring the inputs of {products} over {sum(map(len, ids))} tokens")
-            held.update(_outer_products(graph, wanted, ids, shape))
+            tokens = sum(map(len, ids))
+            what = f"GPTQ: measuring what {len(wanted)} matrices multiply over {tokens} tokens"
+            say(what)
+            held.update(_outer_products(graph, wanted, ids, shape, Ticker(say, what, total=tokens)))
         return held[sources[matrix]].astype(np.float32)
 
     return moments
 
 
 def _outer_products(
-    graph: Path, wanted: dict[str, int], ids: Sequence[Sequence[int]], shape: ModelShape
+    graph: Path, wanted: dict[str, int], ids: Sequence[Sequence[int]], shape: ModelShape, note: Ticker
 ) -> dict[str, NDArray[np.float64]]:
     model = surgery.load_graph(graph)
     surgery.wire_tree_inputs(model)
@@ -110,4 +112,5 @@ def _outer_products(
             rows = inputs[0] / np.maximum(np.linalg.norm(inputs[0], axis=-1, keepdims=True), 1e-12)  # shape: [T, K]
             sums[name] += rows.T @ rows
         count += length
+        note.step(length)
     return {name: total / count for name, total in sums.items()}

@@ -65,6 +65,7 @@ def export_bundle(
             work,
             context=context,
             moments=_moments(recipe, source, codec, say),
+            say=say,
         )
         (work / builder.WEIGHTS_FILE).rename(writer.directory / builder.WEIGHTS_FILE)
         (work / "base.onnx").rename(writer.directory / "base.onnx")
@@ -96,7 +97,12 @@ def export_bundle(
             context=context,
             graphs=graphs,
             quantisation={
-                "target": recipe.to_json(quantised.by_bits, with_offsets=quantised.with_offsets),
+                "target": recipe.to_json(
+                    quantised.by_bits,
+                    roundings=quantised.by_rounding,
+                    with_offsets=quantised.with_offsets,
+                    table_bits=quantised.table_bits,
+                ),
                 "draft": None if draft is None else Recipe(bits=BITS[draft_precision]).to_json(),
             },
         )

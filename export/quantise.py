@@ -12,6 +12,7 @@ from elsi_edge.artifacts import BLOCK
 from elsi_edge.export import offsets, surgery
 from elsi_edge.export.recipe import Recipe, matrix_name
 from elsi_edge.export.rounding import ACCURACY_LEVEL, Floats, quantise
+from elsi_edge.export.ticker import Ticker
 
 Blocks = tuple[NDArray[np.uint8], Floats]  # levels and scales, as MatMulNBits takes them
 Moments = Callable[[str], Floats]  # the mean outer product [K, K] of the inputs of a matrix, by its name
@@ -35,10 +36,14 @@ class Quantised:
     """What became of a graph's matrices."""
 
     by_bits: Mapping[int, int]  # how many got how many bits
+    by_rounding: Mapping[str, int]  # how many of those of 8 bits or fewer were rounded how
     with_offsets: int  # how many of those of 4 bits got offsets
+    table_bits: int = 32  # of the embedding table
 
 
-def quantise_graph(model: ir.Model, recipe: Recipe, moments: Moments | None = None) -> Quantised:
+def quantise_graph(
+    model: ir.Model, recipe: Recipe, moments: Moments | None = None, say: Callable[[str], None] = lambda _: None
+) -> Quantised:
     """Replace each matrix product by MatMulNBits with the recipe's bits; with offsets, by two of them.
 
     `moments` are for compensated rounding; without, such a matrix is rounded by least squares, or with offsets to the
@@ -48,7 +53,10 @@ def quantise_graph(model: ir.Model, recipe: Recipe, moments: Moments | None = No
     found = matrices(model)
     recipe.require_matches(found)
     counts: Counter[int] = Counter()
+    roundings: Counter[str] = Counter()
     with_offsets = 0
+    slow = sum(recipe.bits_of(name) != 32 and recipe.rounding_of(name) == "compensated" for name in found)
+    note = Ticker(say, f"GPTQ: rounding {slow} matrices", total=slow)
     for name, node in found.items():
         bits = recipe.bits_of(name)
         counts[bits] += 1
@@ -58,14 +66,18 @@ def quantise_graph(model: ir.Model, recipe: Recipe, moments: Moments | None = No
         hessian = None
         if rounding == "compensated" and moments is not None:
             hessian = moments(name).astype(np.float64)
+        elif rounding == "compensated":
+            rounding = "least-squares"
         if recipe.has_offsets(name) and offsets.fits(weight):
             _replace_with_offsets(model, node, offsets.quantise_with_offsets(weight, hessian))
             with_offsets += 1
-            continue
-        if rounding == "compensated" and hessian is None:
-            rounding = "least-squares"
-        _replace(model, node, bits, quantise(weight, bits, rounding, hessian), inputs=weight.shape[1])
-    return Quantised(by_bits=dict(counts), with_offsets=with_offsets)
+            rounding = "nearest" if hessian is None else rounding
+        else:
+            _replace(model, node, bits, quantise(weight, bits, rounding, hessian), inputs=weight.shape[1])
+        roundings[rounding] += 1
+        if hessian is not None:
+            note.step()
+    return Quantised(by_bits=dict(counts), by_rounding=dict(roundings), with_offsets=with_offsets)
 
 
 def _weight(node: ir.Node) -> Floats:

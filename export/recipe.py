@@ -21,7 +21,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
@@ -69,8 +69,10 @@ class Recipe:
             )
         head = self.bits_of(LM_HEAD)
         if self.embedding_bits not in (None, _TABLE_BITS, head):
-            told = f"{_TABLE_BITS}, or {head} as the lm_head has, whose blocks it then shares"
-            raise ConfigError(f"recipe: embedding_bits is {self.embedding_bits!r}, it must be {told}")
+            raise ConfigError(
+                f"recipe: embedding_bits is {self.embedding_bits!r}, the lm_head has {head} bits; a table has "
+                f"{_TABLE_BITS}, or the lm_head's 4 where lm_head_bits is 4 too: change one of them"
+            )
 
     def bits_of(self, matrix: str) -> int:
         """Bits of a matrix by its name."""
@@ -129,21 +131,31 @@ class Recipe:
                     f"nearest are {', '.join(near)}"
                 )
 
-    def to_json(self, counts: Mapping[int, int] | None = None, *, with_offsets: int = 0) -> dict[str, Any]:
-        """What the manifest records; `counts` says how many matrices got how many bits, `with_offsets` how many of them
-        offsets."""
+    def to_json(
+        self,
+        counts: Mapping[int, int] | None = None,
+        *,
+        roundings: Mapping[str, int] | None = None,
+        with_offsets: int = 0,
+        table_bits: int | None = None,
+    ) -> dict[str, Any]:
+        """What the manifest records.
+
+        `counts` says how many matrices got how many bits, `roundings` how many were rounded how, `with_offsets` how
+        many have offsets.
+        """
         operator = "MatMul" if self.bits == 32 else "MatMulNBits"
         value: dict[str, Any] = {"operator": operator, "bits": self.bits}
         if self.bits != 32 or (counts is not None and set(counts) - {32}):
+            used = roundings or {self.rounding or "nearest": 1}
             value |= {"block": BLOCK, "symmetric": with_offsets == 0, "accuracy_level": ACCURACY_LEVEL}
-            value |= {"rounding": self.rounding or "nearest"}
-            if self.rounding is None and counts is not None and counts.get(4, 0) > with_offsets:
-                value["rounding_without_offsets"] = "compensated"
-        if self.lm_head_bits is not None:
-            value["lm_head_bits"] = self.lm_head_bits
-            value["lm_head_rounding"] = self.rounding_of(LM_HEAD)
-        if self.embedding_bits is not None:
-            value["embedding_bits"] = self.embedding_bits
+            value |= {"rounding": max(used, key=lambda name: used[name])}
+            if len(used) > 1:
+                value["matrices_by_rounding"] = dict(sorted(used.items()))
+            if counts is not None:
+                value["lm_head_bits"] = self.bits_of(LM_HEAD)
+        if table_bits is not None:
+            value["embedding_bits"] = table_bits
         if self.matrices:
             value["matrices"] = dict(self.matrices)
         if counts is not None:
@@ -165,19 +177,26 @@ def matrix_name(node: str) -> str | None:
 def make_recipe(precision: Precision, file: Path | None = None, lm_head_bits: int | None = None) -> Recipe:
     """The recipe of a precision, with what a file and an option change. Raises UsageError naming what disagrees."""
     bits = BITS[precision]
-    recipe = Recipe(bits=bits) if file is None else _read(file, bits)
+    value = {"bits": bits} if file is None else {"bits": bits, **_read(file)}
+    if lm_head_bits is not None:
+        if lm_head_bits not in _ALLOWED:
+            raise UsageError(f"--lm-head-bits is {lm_head_bits}, it must be one of {', '.join(map(str, _ALLOWED))}")
+        if value.get("lm_head_bits") not in (None, lm_head_bits):
+            raise UsageError(
+                f"--lm-head-bits is {lm_head_bits}, {file} says lm_head_bits {value['lm_head_bits']}; drop one of them"
+            )
+        value["lm_head_bits"] = lm_head_bits
+    try:
+        recipe = Recipe(**value)
+    except ConfigError as error:
+        raise UsageError(f"{file}: {error}" if file is not None else str(error)) from error
     if recipe.bits != bits:
         raise UsageError(f"{file}: bits is {recipe.bits}, --precision {precision} has {bits}; change one of them")
-    if lm_head_bits is not None:
-        if recipe.lm_head_bits not in (None, lm_head_bits):
-            raise UsageError(
-                f"--lm-head-bits is {lm_head_bits}, {file} says lm_head_bits {recipe.lm_head_bits}; drop one of them"
-            )
-        recipe = replace(recipe, lm_head_bits=lm_head_bits)
     return recipe
 
 
-def _read(file: Path, bits: int) -> Recipe:
+def _read(file: Path) -> dict[str, Any]:
+    """What a recipe file says, its values not looked at. Raises UsageError."""
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -185,9 +204,8 @@ def _read(file: Path, bits: int) -> Recipe:
     try:
         value = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
-        raise UsageError(
-            f"the recipe {file} is not valid {'JSON' if file.suffix == '.json' else 'TOML'}: {error}"
-        ) from error
+        form = "JSON" if file.suffix == ".json" else "TOML, as which files are read that do not end in .json"
+        raise UsageError(f"the recipe {file} is not valid {form}: {error}") from error
     if not isinstance(value, dict):
         raise UsageError(f"the recipe {file} holds no table of settings; its keys are {', '.join(_KEYS)}")
     unknown = [key for key in value if key not in _KEYS]
@@ -197,7 +215,4 @@ def _read(file: Path, bits: int) -> Recipe:
         raise UsageError(f"the recipe {file} has the unknown key {unknown[0]!r}, known are {', '.join(_KEYS)}{hint}")
     if not isinstance(value.get("matrices", {}), dict):
         raise UsageError(f"the recipe {file}: matrices must be a table of patterns and bits")
-    try:
-        return Recipe(**{"bits": bits, **value})
-    except ConfigError as error:
-        raise UsageError(f"{file}: {error}") from error
+    return value

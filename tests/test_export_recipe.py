@@ -10,7 +10,7 @@ import pytest
 
 from elsi_edge.artifacts import BLOCK
 from elsi_edge.bundle import Bundle
-from elsi_edge.errors import ConfigError, UsageError
+from elsi_edge.errors import UsageError
 from elsi_edge.export.pipeline import ExportSettings, export_bundle
 from elsi_edge.export.recipe import Recipe, make_recipe, matrix_name
 from elsi_edge.export.rounding import quantise
@@ -94,8 +94,8 @@ def test_a_file_in_json_and_toml(tmp_path: Path, text: str | None) -> None:
         ("lm_head_bit = 8", "unknown key 'lm_head_bit'.*did you mean 'lm_head_bits'"),
         ("matrices = 8", "matrices must be a table"),
         ('[matrices]\n"*" = "8"', "must be one of 4, 8, 32"),
-        ("embedding_bits = 4", "embedding_bits is 4, it must be 8, or 8 as the lm_head has"),
-        ("embedding_bits = 16\nlm_head_bits = 4", "embedding_bits is 16, it must be 8, or 4 as the lm_head has"),
+        ("embedding_bits = 4", "embedding_bits is 4, the lm_head has 8 bits; .* where lm_head_bits is 4 too"),
+        ("embedding_bits = 16\nlm_head_bits = 4", "embedding_bits is 16, the lm_head has 4 bits"),
         ("bits = ", "not valid TOML"),
     ],
 )
@@ -111,8 +111,10 @@ def test_option_against_file_and_a_file_that_is_not_there(tmp_path: Path) -> Non
         make_recipe("int4", tmp_path / "r.toml", 8)
     with pytest.raises(UsageError, match="cannot be read"):
         make_recipe("int4", tmp_path / "none.toml")
-    with pytest.raises(ConfigError, match="lm_head_bits is 16"):
+    with pytest.raises(UsageError, match="--lm-head-bits is 16, it must be one of 4, 8, 32"):
         make_recipe("int4", None, 16)
+    (tmp_path / "r.toml").write_text("embedding_bits = 4")  # which goes with the option, not with the default
+    assert make_recipe("int4", tmp_path / "r.toml", 4) == Recipe(lm_head_bits=4, embedding_bits=4)
 
 
 def test_a_pattern_that_names_nothing() -> None:
@@ -154,10 +156,11 @@ def test_what_is_compensated_unless_said() -> None:
     assert (Recipe(bits=8, rounding="compensated").compensates, Recipe(bits=8, lm_head_bits=4).compensates) == (
         True,
     ) * 2
-    told = light.to_json({4: 3}, with_offsets=2)
-    assert (told["rounding"], told["rounding_without_offsets"]) == ("nearest", "compensated")
-    told = light.to_json({4: 3}, with_offsets=3)
-    assert told["lm_head_rounding"] == "compensated" and "rounding_without_offsets" not in told
+    told = light.to_json({4: 3}, roundings={"nearest": 2, "compensated": 1}, with_offsets=3, table_bits=8)
+    assert (told["rounding"], told["matrices_by_rounding"]) == ("nearest", {"compensated": 1, "nearest": 2})
+    assert (told["lm_head_bits"], told["embedding_bits"]) == (4, 8)
+    told = Recipe(offsets=False).to_json({4: 2, 8: 1}, roundings={"nearest": 1, "compensated": 2})
+    assert (told["rounding"], told["lm_head_bits"], told["symmetric"]) == ("compensated", 8, True)
 
 
 def test_bits_of_the_table() -> None:
@@ -180,7 +183,7 @@ def test_the_table_beside_a_light_lm_head(tmp_path: Path, shared: bool, bits: in
         assert {a.name: a.i for a in head.attribute}["bits"] == 4
         assert (lookup.input[0] in (f"{name}_rows" for name in head.input)) is shared
     assert manifest.parity["chain_bit_identical"] is True
-    assert manifest.quantisation["target"].get("embedding_bits") == (4 if shared else None)
+    assert manifest.quantisation["target"]["embedding_bits"] == bits
 
 
 def test_bits_of_a_table_that_is_not_tied(tmp_path: Path) -> None:

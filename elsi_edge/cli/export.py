@@ -141,7 +141,9 @@ def export(
     )
     manifest = write_bundle(source, target, static or settings, None if loaded is None else loaded[1])
     show(manifest, target, manifest.draft_precision, json=json)
-    say_next(manifest, model, target, place)
+    given = "" if recipe is None else f" --recipe {shlex.quote(str(recipe))}"
+    given += "" if lm_head_bits is None else f" --lm-head-bits {lm_head_bits}"
+    say_next(manifest, model, target, place, given=given)
 
 
 def write_bundle(

@@ -82,8 +82,8 @@ def _no_limit(precision: "Precision") -> str:
     return "no limit" if precision == "fp32" else f"no limit: what {precision} weights cost this model"
 
 
-def say_next(manifest: "BundleManifest", model: str, out: Path, place: "WorkDir") -> None:
-    """The command that comes next, on stderr."""
+def say_next(manifest: "BundleManifest", model: str, out: Path, place: "WorkDir", *, given: str = "") -> None:
+    """The command that comes next, on stderr; `given` are options of the target's weights, which it names again."""
     from elsi_edge.cli import common
 
     if not manifest.plain_only:
@@ -93,7 +93,8 @@ def say_next(manifest: "BundleManifest", model: str, out: Path, place: "WorkDir"
     common.note(f"It runs with: elsi-edge generate {shlex.quote(str(out))} 'Hello'")
     steps = [] if place.selection_path.is_file() else [f"elsi-edge calibrate {name}{place.flag}"]
     steps += [f"elsi-edge distill {name}{place.bundle_flag(out)}{place.flag}", f"elsi-edge train {name}{place.flag}"]
-    steps += [f"elsi-edge export {name} --precision {manifest.precision}{place.flag}"]
+    there = " --force" if place.bundle(manifest.precision).exists() else ""
+    steps += [f"elsi-edge export {name} --precision {manifest.precision}{given}{place.flag}{there}"]
     common.next_command(" && ".join(steps))
 
 
