@@ -11,6 +11,7 @@ import pytest
 from elsi_edge.artifacts import BLOCK
 from elsi_edge.bundle import Bundle
 from elsi_edge.errors import UsageError
+from elsi_edge.export import ticker
 from elsi_edge.export.pipeline import ExportSettings, export_bundle
 from elsi_edge.export.recipe import Recipe, make_recipe, matrix_name
 from elsi_edge.export.rounding import quantise
@@ -201,3 +202,15 @@ def test_the_command_line_refuses_before_any_work(run: Run, tiny_model: TinyMode
     (tmp_path / "r.json").write_text(json.dumps({"matrices": {"layers.9.*": 8}}))
     done = run("export", tiny_model.model, "--plain-only", "--recipe", tmp_path / "r.json", "--out", tmp_path / "b")
     assert done.code == 2 and "'layers.9.*' names none" in done.err and not (tmp_path / "b").exists()
+
+
+def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the end of the first step on, not more often than every few seconds, and not at the end."""
+    clock, said = [0.0], list[str]()
+    monkeypatch.setattr(ticker.time, "monotonic", lambda: clock[0])
+    work = ticker.Ticker(said.append, "GPTQ", total=10)
+    for at in (100.0, 101.0, 102.0, 106.0, 110.0, 111.0, 112.0, 130.0, 140.0, 150.0):
+        clock[0] = at
+        work.step()
+    left = ("20%, 8", "40%, 12", "60%, 9", "80%, 9", "90%, 5")
+    assert said == [f"GPTQ, {each} s left" for each in left]
