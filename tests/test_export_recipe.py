@@ -207,7 +207,7 @@ def test_the_command_line_refuses_before_any_work(run: Run, tiny_model: TinyMode
 def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the end of the first step on, not more often than every few seconds, and not at the end."""
     clock, said = [0.0], list[str]()
-    monkeypatch.setattr(ticker.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("elsi_edge.export.ticker.time.monotonic", lambda: clock[0])
     work = ticker.Ticker(said.append, "GPTQ", total=10)
     for at in (100.0, 101.0, 102.0, 106.0, 110.0, 111.0, 112.0, 130.0, 140.0, 150.0):
         clock[0] = at
