@@ -15,7 +15,7 @@ from typing import Any
 import onnx_ir as ir
 
 from elsi_edge.artifacts import BLOCK, SLACK, ModelShape
-from elsi_edge.errors import MissingExtraError, ModelError, UsageError
+from elsi_edge.errors import MissingExtraError, ModelError
 from elsi_edge.export import embedding, quantise, surgery, windows
 from elsi_edge.export.builder_fixes import corrected
 from elsi_edge.export.quantise import Moments
@@ -113,11 +113,7 @@ def build_base_graph(
     what became of the matrices. Raises ModelError when the builder refuses the model, UsageError for a recipe's
     pattern that names no matrix or bits of a table that is not tied, MissingExtraError without the builder.
     """
-    if recipe.embedding_bits not in (None, 8) and not shape.tied_embeddings:
-        raise UsageError(
-            f"recipe: embedding_bits is {recipe.embedding_bits}, but this model's table is not tied to its lm_head and "
-            "always has 8 bits; drop it"
-        )
+    table = recipe.table_bits(tied=shape.tied_embeddings)
     built = work / "built"
     _run_builder(model_dir, built)
     graph = surgery.load_graph(built / "model.onnx")
@@ -129,17 +125,19 @@ def build_base_graph(
     surgery.save_graph(graph, built / "base.onnx")
     measured = None if moments is None else moments(built / "base.onnx")
     quantised = quantise.quantise_graph(graph, recipe, measured, say)
-    table = recipe.table_bits(tied=shape.tied_embeddings)
+    changed = False
     if shape.tied_embeddings and table == recipe.bits_of(LM_HEAD) != 32:
-        embedding.share_embedding(graph, bits=table, block=BLOCK, vocab_size=shape.vocab_size, width=shape.width)
+        changed = embedding.share_embedding(
+            graph, bits=table, block=BLOCK, vocab_size=shape.vocab_size, width=shape.width
+        )
     elif table != 32:
-        embedding.quantise_embedding(graph, block=BLOCK, width=shape.width)
+        changed = embedding.quantise_embedding(graph, block=BLOCK, width=shape.width)
     surgery.remove_unused(graph)
     ir.save(graph, work / "base.onnx", external_data=WEIGHTS_FILE, alignment=_ALIGNMENT)
     stored = surgery.load_graph(work / "base.onnx")
     embedding.read_in_place(stored)
     surgery.save_graph(stored, work / "base.onnx")
-    return replace(quantised, table_bits=table)
+    return replace(quantised, table_bits=table if changed else 32)
 
 
 def _run_builder(model_dir: Path, out: Path) -> None:

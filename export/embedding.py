@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from elsi_edge.errors import ModelError
 from elsi_edge.export import surgery
+from elsi_edge.export.recipe import TABLE_BITS
 from elsi_edge.export.rounding import quantise
 
-_BITS = 8  # of a table that is no lm_head's
 _NAME = "embed_tokens"
 _RESHAPE = "/embed/Reshape"
 
@@ -67,13 +67,13 @@ def quantise_embedding(model: ir.Model, *, block: int, width: int) -> bool:
     table = _table(model)
     if width % block or table is None:
         return False
-    packed, scales = quantise(table, _BITS, "nearest")
+    packed, scales = quantise(table, TABLE_BITS, "nearest")
     rows = len(packed)
     made = [
-        surgery.initializer(model, f"{_NAME}_Q{_BITS}", packed.reshape(rows, -1)),
+        surgery.initializer(model, f"{_NAME}_Q{TABLE_BITS}", packed.reshape(rows, -1)),
         surgery.initializer(model, f"{_NAME}_scales", scales.reshape(rows, -1)),
     ]
-    _replace_lookup(model, *made, bits=_BITS, block=block)
+    _replace_lookup(model, *made, bits=TABLE_BITS, block=block)
     return True
 
 

@@ -51,7 +51,7 @@ def quantise_with_offsets(weight: Floats, hessian: NDArray[np.float64] | None = 
     rows, width = weight.shape
     blocks = weight.reshape(rows, width // BLOCK, BLOCK)
     low, high = blocks.min(-1), blocks.max(-1)
-    scales = _half((high - low) / np.float32(_HIGHEST))
+    scales = _half((high - low) / _HIGHEST)
     packed, offset_scales = quantise(np.ascontiguousarray(low + _MIDDLE * scales), OFFSET_BITS, "nearest")
     if hessian is not None:
         return _compensated(weight, offset_scales, hessian)

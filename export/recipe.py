@@ -32,7 +32,7 @@ from elsi_edge.export.rounding import ACCURACY_LEVEL, Rounding
 
 LM_HEAD = "lm_head"
 HEAD_BITS = 8  # of the lm_head beside matrices of 4 bits, unless said: it costs a tenth more bytes and halves the loss
-_TABLE_BITS = 8  # of an embedding table that shares no blocks: a quarter, and as good as exact
+TABLE_BITS = 8  # of an embedding table that shares no blocks: a quarter, and as good as exact
 _ALLOWED = (4, 8, 32)
 _KEYS = ("bits", "rounding", "offsets", "lm_head_bits", "embedding_bits", "matrices")
 _NODE = re.compile(r"(?:/model)?/(.+)/MatMul\Z")
@@ -68,10 +68,10 @@ class Recipe:
                 '"nearest" or "compensated"'
             )
         head = self.bits_of(LM_HEAD)
-        if self.embedding_bits not in (None, _TABLE_BITS, head):
+        if self.embedding_bits not in (None, TABLE_BITS, head):
             raise ConfigError(
                 f"recipe: embedding_bits is {self.embedding_bits!r}, the lm_head has {head} bits; a table has "
-                f"{_TABLE_BITS}, or the lm_head's 4 where lm_head_bits is 4 too: change one of them"
+                f"{TABLE_BITS}, or the lm_head's 4 where lm_head_bits is 4 too: change one of them"
             )
 
     def bits_of(self, matrix: str) -> int:
@@ -113,12 +113,17 @@ class Recipe:
         """Bits of the embedding table; one that is tied to the lm_head and has as many shares its blocks.
 
         Beside a lm_head of 4 bits it has 8 unless said: what compensated rounding makes up for holds for products, not
-        for lookups.
+        for lookups. Raises UsageError for other bits of a table that is not tied.
         """
         if not tied:
-            return 32 if self.bits == 32 else _TABLE_BITS
+            if self.embedding_bits not in (None, TABLE_BITS):
+                raise UsageError(
+                    f"recipe: embedding_bits is {self.embedding_bits}, but this model's table is not tied to its "
+                    f"lm_head and always has {TABLE_BITS} bits; drop it"
+                )
+            return 32 if self.bits == 32 else TABLE_BITS
         head = self.bits_of(LM_HEAD)
-        return self.embedding_bits or (_TABLE_BITS if head == 4 else head)
+        return self.embedding_bits or (TABLE_BITS if head == 4 else head)
 
     def require_matches(self, matrices: Iterable[str]) -> None:
         """Raise UsageError for a pattern that names no matrix of the model, with the nearest names."""

@@ -123,7 +123,7 @@ class OrtDraft:
         `given` is the input `name`. Predictions follow every node, but the last entry alone.
         """
         count, native = len(tokens), self._projection is None
-        lines = range(ROOT, count - 1) if parents is None else parents  # shape: [W]
+        lines = range(ROOT, count - 1) if parents is None else parents  # [W]
         width = len(lines)
         total = self.cache.length + width
         shape = (count, 1 if parents is None else count, count if name == "taps" else 0)
@@ -139,7 +139,8 @@ class OrtDraft:
             self._cached[0] = self.cache.length
             self._graph.use("parents", bound)
         else:
-            seen, first = path_mask(lines)[-count:], self.cache.length
+            seen = np.tri(count, dtype=np.bool_) if parents is None else path_mask(parents)[-count:]
+            first = self.cache.length
             buffers["position_ids"][0] = first + depth - 1 if depth else np.arange(first, first + count)
             self._seqlens[0], self._total[...] = total - 1, total
             flat = self._scratch.flat("bias", count * total, np.float32)
