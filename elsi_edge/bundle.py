@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 FORMAT = "elsi-edge-bundle"
 FORMAT_VERSION = 1
-NATIVE_FORMAT = 4  # of graphs that name native operators; later ones may name some that this version does not have
+NATIVE_FORMAT = 5  # of graphs that name native operators; later ones may name some that this version does not have
 MANIFEST = "manifest.json"
 DRAFT_VOCAB_FILE = "draft_to_target_ids.npy"  # int64 [U], absolute ids
 

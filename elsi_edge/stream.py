@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 TokenBytes = Callable[[int, bool], bytes]  # (token id, whether it is the first of the text) -> its bytes
 
+_REMEMBERED = 1 << 14  # tokens whose bytes are kept: answers say the same words again
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
@@ -59,6 +60,7 @@ def token_bytes_of(tokenizer: Tokenizer) -> TokenBytes | None:
     else:
         return None
 
+    @lru_cache(maxsize=_REMEMBERED)
     def token_bytes(token_id: int, first: bool) -> bytes:
         if (token := added.get(token_id)) is not None:
             return b"" if token.special else token.content.encode()

@@ -6,6 +6,8 @@ alone reads is folded into it (NormMatMulBlocks, NormGatedBlocks). What does not
 GroupQueryAttention becomes TreeAttention: in place of mask, positions and lengths the graph takes `cached` [1] int32,
 the slots in use, and `parents` [T] int64, the row of each row's parent, -1 where its parent is the last cached token.
 Where rows follow those of earlier calls that are not among the cached, `parents` [W] begins with the parents of those.
+The product that yields the logits [1, R, V] becomes LikeliestBlocks: the graph then also yields `likeliest` [1, R], the
+token of each row's largest logit, and where its input `logits_wanted` [1] is 0 the logits are [1, 0, V].
 """
 
 import logging
@@ -56,6 +58,7 @@ def write_native_graph(stock: Path, out: Path, *, attention: bool = True) -> boo
         if attention:
             use_native_attention(model)
             fold_blocks(model, DOMAIN)
+            use_native_head(model)
     except ModelError as error:
         _log.info("no native graph: %s", error)
         return False
@@ -219,6 +222,33 @@ def _replace_attention(model: ir.Model, node: ir.Node, cached: ir.Value, parents
     wires = [query, past_key, past_value, cos, sin, cached, parents]
     native = ir.node("TreeAttention", wires, attributes=numbers, domain=DOMAIN, num_outputs=3, name=node.name)
     _swap(model, node, native)
+
+
+def use_native_head(model: ir.Model) -> bool:
+    """Let the head find each row's likeliest token; False where the logits are no native product as it is."""
+    logits = next((value for value in model.graph.outputs if value.name == "logits"), None)
+    head = None if logits is None else logits.producer()
+    if head is None or head.op_type != "MatMulBlocks":
+        return False
+    wanted = ir.Value(name="logits_wanted", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
+    rows, *weights = head.inputs
+    native = ir.node(
+        "LikeliestBlocks",
+        [rows, wanted, *weights],
+        attributes={name: _integer(head, name, 0) for name in _SIZES},
+        domain=DOMAIN,
+        num_outputs=2,
+        name=head.name,
+    )
+    model.graph.insert_before(head, native)
+    _take_over(model, head.outputs[0], native.outputs[0])
+    model.graph.remove(head, safe=True)
+    likeliest = native.outputs[1]
+    likeliest.name, likeliest.type = "likeliest", ir.TensorType(ir.DataType.INT64)
+    likeliest.shape = ir.Shape([1, "R"])
+    model.graph.inputs.append(wanted)
+    model.graph.outputs.append(likeliest)
+    return True
 
 
 def _fits(node: ir.Node) -> bool:

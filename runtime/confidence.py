@@ -18,27 +18,30 @@ class DraftConfidence:
 
     def __init__(self, prior: tuple[tuple[float, ...], ...] | None = None) -> None:
         self._prior = PRIOR if prior is None else prior
-        self._shares = [list(shares) for shares in self._prior]
+        self._off = [[0.0] * len(shares) for shares in self._prior]  # what calls moved the shares by, when they did
+        self._left = [1.0] * len(self._prior)  # of that, what rounds since have left
 
     def note(self, depth: int, top: float) -> None:
         """Count one call at `depth` (1 = the first level)."""
-        shares = self._shares[min(depth, len(self._shares)) - 1]
-        place = min(bisect_left(TOPS, top), len(TOPS) - 1)
-        shares[:] = [share * (1.0 - _NEWS) for share in shares]
-        shares[place] += _NEWS
+        one = min(depth, len(self._off)) - 1
+        off, keep = self._off[one], self._left[one] * (1.0 - _NEWS)
+        off[:] = [keep * moved - _NEWS * share for moved, share in zip(off, self._prior[one], strict=True)]
+        off[min(bisect_left(TOPS, top), len(TOPS) - 1)] += _NEWS
+        self._left[one] = 1.0
 
     def fade(self) -> None:
         """Move a little towards the prior: once a round."""
-        for shares, prior in zip(self._shares, self._prior, strict=True):
-            shares[:] = [share + _FADE * (to - share) for share, to in zip(shares, prior, strict=True)]
+        self._left = [left * (1.0 - _FADE) for left in self._left]
 
     def gain(self, depth: int, reach: float, price: float, *, instead: float) -> float:
         """Tokens that a call at `depth` can be expected to add, on a path of probability `reach`, a node costing
         `price`, where a candidate of probability `instead` is there without it."""
-        shares = self._shares[min(depth, len(self._shares)) - 1]
+        one = min(depth, len(self._off)) - 1
+        left = self._left[one]
         sure = max(0.0, reach * instead - price)
         after = 0.0
-        for share, top in zip(shares, _MIDDLES, strict=True):  # several times a round, with cold caches: no generator
+        # Several times a round, with cold caches: no generator.
+        for share, moved, top in zip(self._prior[one], self._off[one], _MIDDLES, strict=True):
             worth = reach * top - price
-            after += share * (worth if worth > sure else sure)
+            after += (share + left * moved) * (worth if worth > sure else sure)
         return after - sure

@@ -1,6 +1,5 @@
 """The loop: propose, verify, commit, emit. Reads like the papers; everything it touches is a seam."""
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from elsi_edge.runtime.options import PROPOSALS, Proposal
 from elsi_edge.runtime.pace import Pace
 from elsi_edge.runtime.proposal import Bounds, Proposer
-from elsi_edge.runtime.target import Target
+from elsi_edge.runtime.target import Target, TargetStep
 from elsi_edge.runtime.tree import Tree
 from elsi_edge.runtime.verify import walk
 
@@ -66,11 +65,14 @@ def rounds(
     plan: Plan,
     choose: Choose,
     pace: Pace | None = None,
+    *,
+    greedy: bool = False,
 ) -> Iterator[Round]:
     """Decode until the caller stops or `plan.limit` tokens were emitted.
 
-    `choose` is asked for every token as plain decoding would be, so the tokens do not depend on `proposer`. `pace`
-    says what candidates cost; without one every round drafts its whole budget.
+    `choose` is asked for every token as plain decoding would be, so the tokens do not depend on `proposer`. `greedy`
+    says that it takes the largest logit: a target that finds it is then taken at its word. `pace` says what candidates
+    cost; without one every round drafts its whole budget.
     """
     pace = pace or Pace()
     # 1. Prefill: the prompt's states, and the first token.
@@ -92,9 +94,9 @@ def rounds(
         proposed = time.perf_counter()
 
         # 3. Verify: one call of the target over the root and all nodes.
-        step = target.verify(root, tree)
+        step = target.verify(root, tree, greedy=greedy)
         verified = time.perf_counter()
-        verdict = walk(tree, step.logits, functools.partial(_at, choose, emitted))
+        verdict = walk(tree, _choices(step, choose, emitted))
 
         # 4. Commit: accepted rows stay in the cache, their states go to the draft.
         target.commit(verdict.rows)
@@ -119,5 +121,9 @@ def _rows(taps: NDArray[np.float32], rows: Sequence[int]) -> NDArray[np.float32]
     return taps[: len(rows)] if rows[-1] == len(rows) - 1 else taps[list(rows)]
 
 
-def _at(choose: Choose, emitted: int, logits: NDArray[np.float32], depth: int) -> int:
-    return choose(logits, emitted + depth)
+def _choices(step: TargetStep, choose: Choose, emitted: int) -> Callable[[int, int], int]:
+    """The token after a row of a verification, by row and depth."""
+    likeliest, logits = step.likeliest, step.logits
+    if likeliest is not None:
+        return lambda row, depth: likeliest[row]
+    return lambda row, depth: choose(logits[row], emitted + depth)

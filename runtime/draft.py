@@ -28,14 +28,25 @@ class DraftStep:
 
     log_probs: NDArray[np.float32]  # [R, U] over the draft vocabulary
     states: NDArray[np.float32]  # [R, E] the draft's own states, to continue from
-    top: NDArray[np.int64] | None = None  # [R, K] the likeliest indices, likeliest first, where the graph found them
+    # [R][K] the likeliest indices, likeliest first, where the graph found them.
+    top: Sequence[Sequence[int]] | None = None
 
     def likeliest(self, row: int, count: int) -> list[int]:
         """Indices of the `count` likeliest of a row, likeliest first, of equal ones the lower."""
-        if self.top is not None and count <= self.top.shape[1]:
-            found: list[int] = self.top[row, :count].tolist()
-            return found
+        if self.top is not None and count <= len(self.top[row]):
+            return list(self.top[row][:count])
         return likeliest(self.log_probs[row], count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Buffers:
+    """Arrays of one shape of call, and views into them."""
+
+    bound: dict[str, NDArray[Any]]  # by the names of inputs and outputs
+    ids: NDArray[np.int64]  # [T]
+    given: NDArray[np.float32]  # [T, M*E] taps, or [T, E] states
+    states: NDArray[np.float32]  # [R, E] the draft's own, of the rows with predictions
+    scores: NDArray[np.float32]  # [R, U] log-probabilities, or logits where the graph yields those
 
 
 class OrtDraft:
@@ -55,7 +66,7 @@ class OrtDraft:
         self._graph = BoundGraph(draft)
         self._projection = None if projection is None else BoundGraph(projection)  # None: the graph projects
         self._scratch = Scratch()
-        self._made: dict[tuple[int, int, int], dict[str, NDArray[Any]]] = {}  # buffers by shape of a call
+        self._made: dict[tuple[int, int, int], _Buffers] = {}  # by shape of a call
         self._seqlens, self._total = np.zeros(1, np.int32), np.zeros((), np.int32)
         self._cached = np.zeros(1, np.int32)
         if projection is None:
@@ -130,9 +141,9 @@ class OrtDraft:
         self._graph.select((*shape, width if native else 0))
         self._graph.reserve(self.cache, total)
         buffers = self._buffers(*shape)
-        buffers["input_ids"][0] = tokens
-        buffers[name][0] = given
-        self._graph.use_all(buffers)
+        buffers.ids[:] = tokens
+        buffers.given[:] = given
+        self._graph.use_all(buffers.bound)
         if native:
             bound = self._scratch.array("parents", (width,), np.int64)
             bound[:] = lines
@@ -141,25 +152,24 @@ class OrtDraft:
         else:
             seen = np.tri(count, dtype=np.bool_) if parents is None else path_mask(parents)[-count:]
             first = self.cache.length
-            buffers["position_ids"][0] = first + depth - 1 if depth else np.arange(first, first + count)
+            buffers.bound["position_ids"][0] = first + depth - 1 if depth else np.arange(first, first + count)
             self._seqlens[0], self._total[...] = total - 1, total
             flat = self._scratch.flat("bias", count * total, np.float32)
             self._graph.bind_input("attention_bias", attention_bias(seen, total - width, out=flat))
         self._graph.run()
-        own = buffers["next_state"][0]
         return DraftStep(
-            log_probs=buffers["log_probs"][0] if native else log_softmax(buffers["logits"][0]),
-            states=own[-shape[1] :],
-            top=buffers["likeliest"][0] if native else None,
+            log_probs=buffers.scores if native else log_softmax(buffers.scores),
+            states=buffers.states,
+            top=buffers.bound["likeliest"][0].tolist() if native else None,
         )
 
-    def _buffers(self, count: int, rows: int, projected: int) -> dict[str, NDArray[Any]]:
+    def _buffers(self, count: int, rows: int, projected: int) -> "_Buffers":
         """What a call over `count` nodes binds, `projected` of them from taps, with predictions for the last `rows` of
         them; made once for each shape."""
         made = self._made.get((count, rows, projected))
         if made is None:
             width, vocab = self.config.width, self.config.draft_vocab_size
-            made = self._made[count, rows, projected] = {
+            bound: dict[str, NDArray[Any]] = {
                 "input_ids": np.empty((1, count), np.int64),
                 "state": np.empty((1, count - projected, width), np.float32),
                 "logit_rows": np.arange(count - rows, count),
@@ -167,12 +177,19 @@ class OrtDraft:
             }
             if self._projection is None:
                 taps, most = self._graph.inputs["taps"].shape[-1], self._graph.outputs["likeliest"].shape[-1]
-                made["taps"] = np.empty((1, projected, taps), np.float32)
-                made["log_probs"] = np.empty((1, rows, vocab), np.float32)
-                made["likeliest"] = np.empty((1, rows, most), np.int64)
+                bound["taps"] = np.empty((1, projected, taps), np.float32)
+                bound["log_probs"] = np.empty((1, rows, vocab), np.float32)
+                bound["likeliest"] = np.empty((1, rows, most), np.int64)
             else:
-                made["position_ids"] = np.empty((1, count), np.int64)
-                made["logits"] = np.empty((1, rows, vocab), np.float32)
+                bound["position_ids"] = np.empty((1, count), np.int64)
+                bound["logits"] = np.empty((1, rows, vocab), np.float32)
+            made = self._made[count, rows, projected] = _Buffers(
+                bound=bound,
+                ids=bound["input_ids"][0],
+                given=bound["taps" if projected else "state"][0],
+                states=bound["next_state"][0, -rows:],
+                scores=bound["logits" if "logits" in bound else "log_probs"][0],
+            )
             if len(self._made) > _MOST_SHAPES:
                 self._made.pop(next(iter(self._made)))
         return made

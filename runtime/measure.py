@@ -45,10 +45,10 @@ def time_verify(
     while sweeps < 2 or (time.perf_counter() < until and sweeps < 200):
         for count in rows if sweeps % 2 else reversed(rows):
             tree = Tree.chain(token_ids[past + 1 : past + count])
-            target.verify(token_ids[past], tree)
+            target.verify(token_ids[past], tree, greedy=True)
             for _ in range(_SMALL_REPEATS if count <= _SMALL else 1):
                 start = time.perf_counter()
-                target.verify(token_ids[past], tree)
+                target.verify(token_ids[past], tree, greedy=True)
                 found[count].append(1e3 * (time.perf_counter() - start))
         sweeps += 1
     return {count: middle_mean(times) for count, times in found.items()}
@@ -69,7 +69,7 @@ def time_draft(
     draft.extend(token_ids[1 : past + 1], step.taps)
     repeats = 0
     while repeats < 4 or (time.perf_counter() < until and repeats < 200):
-        taps = target.verify(token_ids[past], Tree.empty()).taps[:1].copy()
+        taps = target.verify(token_ids[past], Tree.empty(), greedy=True).taps[:1].copy()
         start = time.perf_counter()
         found = draft.extend(token_ids[:1], taps)
         entry.append(1e3 * (time.perf_counter() - start))

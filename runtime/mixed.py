@@ -140,7 +140,8 @@ class MixedProposer:
         least = math.log(_least(bounds))
         level: list[int] = [ROOT]  # nodes that may get children
         frontier: list[int] = [ROOT]  # those of them that the draft may run, best first
-        for depth in range(1, bounds.depth + 1):
+        for depth in range(1, min(bounds.budget, bounds.depth) + 1):  # a node's ancestors take places too
+            least = max(least, _least_to_enter(nodes.scores, bounds.budget))
             drafting = depth <= shape.depth and self._grows(depth, frontier, nodes, bounds)
             rows = sorted(frontier) if drafting else []
             step = self._run(rows, depth, nodes) if rows else None
@@ -175,7 +176,7 @@ class MixedProposer:
             reaches = [1.0]
         else:
             scores = [nodes.scores[node] for node in frontier]
-            if _none_can_enter(nodes.scores, scores, bounds.budget):
+            if _least_to_enter(nodes.scores, bounds.budget) >= max(scores):
                 return False
             reaches = [math.exp(score) for score in scores]
         price = bounds.price
@@ -277,8 +278,6 @@ def _logit(probability: float) -> float:
     return math.log(inside / (1.0 - inside))
 
 
-def _none_can_enter(scores: Sequence[float], frontier: Sequence[float], budget: int) -> bool:
-    """Whether `budget` nodes already score above everything that could still grow below the frontier."""
-    if len(scores) < budget:
-        return False
-    return sorted(scores, reverse=True)[budget - 1] >= max(frontier)
+def _least_to_enter(scores: Sequence[float], budget: int) -> float:
+    """The score that a further node, and so one above it, must exceed to be among the `budget` best."""
+    return sorted(scores, reverse=True)[budget - 1] if len(scores) >= budget else -math.inf

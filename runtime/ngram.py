@@ -84,8 +84,10 @@ class NgramIndex:
                 if length == LONGEST and width == 1:
                     break
             place = self._earlier[place]
-        best = sorted(found.items(), key=lambda item: -item[1])  # stable: the latest first among equals
-        return [Match(token, length) for token, length in best[:width]]
+        if len(found) > 1:
+            best = sorted(found.items(), key=lambda item: -item[1])  # stable: the latest first among equals
+            return [Match(token, length) for token, length in best[:width]]
+        return [Match(token, length) for token, length in found.items()]
 
 
 def kind(length: int) -> int:

@@ -66,7 +66,7 @@ def record(
     plan = Plan(budget=0, chain=True, limit=min(limit, context - len(prompt_ids)), context=context)
     answer: list[int] = []
     spent, start = 0.0, 0.0
-    for one in rounds(target, recorder, prompt_ids, plan, lambda logits, index: int(np.argmax(logits))):
+    for one in rounds(target, recorder, prompt_ids, plan, lambda logits, index: int(np.argmax(logits)), greedy=True):
         if answer:
             spent += one.seconds_target
         else:
@@ -105,7 +105,7 @@ class RecordedTarget:
         start, self._length = self._length, self._length + len(token_ids)
         return TargetStep(logits=np.zeros((1, 1), np.float32), taps=self._taps[start : self._length])
 
-    def verify(self, root: int, tree: Tree) -> TargetStep:
+    def verify(self, root: int, tree: Tree, *, greedy: bool = False) -> TargetStep:
         """States of the true path by depth: those of other rows are never looked at."""
         rows = np.minimum(self._length + tree.depths(), len(self._taps) - 1)
         return TargetStep(logits=np.zeros((tree.size + 1, 1), np.float32), taps=self._taps[rows])

@@ -68,6 +68,11 @@ class Chooser:
         self._seen: set[int] | None = None if options.repetition_penalty == 1.0 else set(prompt_ids)
         self._mask: NDArray[np.bool_] | None = None  # [V] of the tokens seen
 
+    @property
+    def greedy(self) -> bool:
+        """Whether every choice is the largest logit as it is, of equal ones the lowest token."""
+        return is_greedy(self._options) and self._seen is None
+
     def __call__(self, logits: NDArray[np.float32], index: int) -> int:
         """The token for place `index`, from `logits` [V]."""
         if self._seen is None:

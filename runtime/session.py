@@ -239,13 +239,15 @@ class Session:
     def _events(self, prompt_ids: list[int], options: GenerateOptions, policy: Policy) -> Iterator[GenerationEvent]:
         engine = self.engine(exact=options.exact)
         run = self._start(prompt_ids, options, policy, engine)
+        choose = Chooser(options, seed=run.seed, prompt_ids=prompt_ids)
         loop = rounds(
             engine.target,
             engine.proposer if run.drafting else None,
             prompt_ids,
             run.plan,
-            Chooser(options, seed=run.seed, prompt_ids=prompt_ids),
+            choose,
             run.pace,
+            greedy=choose.greedy,
         )
         at_rest = False  # whether the caches are as a round left them
         try:

@@ -65,7 +65,7 @@ class StaticTarget:
             self._keep_rows(graph, range(len(block)))
         return TargetStep(logits=graph.outputs["logits"], taps=taps)
 
-    def verify(self, root: int, tree: Tree) -> TargetStep:
+    def verify(self, root: int, tree: Tree, *, greedy: bool = False) -> TargetStep:
         """Logits [N + 1, V] and taps [N + 1, M*E] of the root and every node; nothing is committed.
 
         Raises ValueError for more rows than the graph has.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import onnxruntime as ort
@@ -21,8 +21,9 @@ PREFILL_ROWS = 256  # tokens a prefill call takes: bounds activations and the ma
 class TargetStep:
     """What one call of the target yields. Views into buffers that the next call overwrites."""
 
-    logits: NDArray[np.float32]  # [R, V]
+    logits: NDArray[np.float32]  # [R, V]; [0, V] where `likeliest` stands for them
     taps: NDArray[np.float32]  # [T, M*E] tapped states, side by side; [T, 0] in a graph without taps
+    likeliest: tuple[int, ...] | None = None  # [R] the token of each row's largest logit, of equal ones the lowest
 
 
 class Target(Protocol):
@@ -41,13 +42,29 @@ class Target(Protocol):
         """Append and commit tokens; logits [1, V] of the last one, taps of all."""
         ...
 
-    def verify(self, root: int, tree: Tree) -> TargetStep:
-        """Run the root and the tree's nodes without committing: logits [N + 1, V], taps [N + 1, M*E]."""
+    def verify(self, root: int, tree: Tree, *, greedy: bool = False) -> TargetStep:
+        """Run the root and the tree's nodes without committing: logits [N + 1, V], taps [N + 1, M*E].
+
+        With `greedy` nothing but the likeliest tokens is asked for, which a target may yield in the logits' place.
+        """
         ...
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these rows of the last verification in the cache."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Buffers:
+    """Arrays of one shape of call, and views into them: made once, since after a step every view takes microseconds."""
+
+    bound: dict[str, NDArray[Any]]  # by the names of inputs and outputs
+    ids: NDArray[np.int64]  # [T]
+    wanted: NDArray[np.int64]  # [R] rows whose logits are wanted
+    parents: NDArray[np.int64]  # [T]
+    logits: NDArray[np.float32]  # [R, V]
+    taps: NDArray[np.float32]  # [T, M*E]
+    likeliest: NDArray[np.int64]  # [R]
 
 
 class OrtTarget:
@@ -70,9 +87,13 @@ class OrtTarget:
         # The chain form's attention sees one more row than the matrices do, and writes it beyond the end.
         self._extra = 0 if self.is_tree else 1
         self._graph, self._scratch = graph, Scratch()
-        self._all_rows: dict[int, NDArray[np.int64]] = {}  # 0, 1, ... by their number
+        self._made: dict[tuple[int, bool], _Buffers] = {}  # of verifications, by rows and whether greedy
+        self._finds = "likeliest" in graph.outputs  # each row's likeliest token, and logits only where they are wanted
+        self._wanted = np.ones(1, np.int64)
         self._seqlens = np.zeros(1, np.int32)
         self._total = np.zeros((), np.int32)
+        if self._finds:
+            graph.bind_always("logits_wanted", self._wanted)
         if self._native:
             graph.bind_always("cached", self._seqlens)
         else:
@@ -106,48 +127,70 @@ class OrtTarget:
             self.cache.commit(range(len(block)))
         return TargetStep(logits=step.logits, taps=taps)
 
-    def verify(self, root: int, tree: Tree) -> TargetStep:
-        """Logits [N + 1, V] and taps [N + 1, M*E] of the root and every node; nothing is committed."""
-        return self.run(tree, root, logit_rows=range(tree.size + 1))
+    def verify(self, root: int, tree: Tree, *, greedy: bool = False) -> TargetStep:
+        """Logits [N + 1, V] and taps [N + 1, M*E] of the root and every node; nothing is committed.
+
+        With `greedy`, and a graph that finds them, the likeliest tokens come in place of the logits.
+        """
+        return self.run(tree, root, logit_rows=range(tree.size + 1), greedy=greedy and self._finds)
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these rows of the last verification in the cache."""
         self.cache.commit(rows)
 
-    def run(self, tree: Tree, root: int, *, logit_rows: Sequence[int]) -> TargetStep:
-        """One call over the root and the tree's nodes; logits of the named rows only."""
+    def run(self, tree: Tree, root: int, *, logit_rows: Sequence[int], greedy: bool = False) -> TargetStep:
+        """One call over the root and the tree's nodes; logits of the named rows only, or their likeliest tokens."""
         rows, cached = tree.size + 1, self.cache.length
         if not self.is_tree and not tree.is_chain:
             raise ValueError("this target graph has the chain form; it cannot verify a tree")
         verifies = logit_rows == range(rows)  # which comes in few shapes; prompts come in many
-        self._graph.select(rows if verifies else None)
+        self._graph.select((rows, greedy) if verifies else None)
         self._graph.reserve(self.cache, cached + rows + self._extra)
         self._total[...] = cached + rows + self._extra
         self._seqlens[0] = cached if self._native else cached + rows + self._extra - 1
-        ids = self._scratch.array("ids", (1, rows), np.int64)
-        ids[0] = (root, *tree.tokens)
-        if verifies:
-            wanted = self._all_rows.get(rows)
-            if wanted is None:
-                wanted = self._all_rows[rows] = np.arange(rows)
-        else:
-            wanted = self._scratch.array("rows", (len(logit_rows),), np.int64)
-            wanted[:] = logit_rows
-        logits = self._scratch.array("logits", (1, len(logit_rows), self.vocab_size), np.float32)
-        taps = self._scratch.array("taps", (1, rows, self.tap_width), np.float32)
-        self._graph.use("input_ids", ids)
-        self._graph.use("logit_rows", wanted)
-        self._graph.use("logits", logits)
-        if self.tap_width:
-            self._graph.use("taps", taps)
+        buffers = self._made.get((rows, greedy)) if verifies else None
+        if buffers is None:
+            buffers = self._buffers(rows, len(logit_rows), greedy=greedy)
+            buffers.wanted[:] = logit_rows
+            if verifies:
+                self._made[rows, greedy] = buffers
+        buffers.ids[:] = (root, *tree.tokens)
+        self._graph.use_all(buffers.bound)
+        if self._finds:
+            self._wanted[0] = not greedy
         if self._native:
-            parents = self._scratch.array("parents", (rows,), np.int64)
-            parents[:] = (-1, *[parent + 1 for parent in tree.parents])  # rows: the root is row 0
-            self._graph.use("parents", parents)
+            buffers.parents[:] = (-1, *[parent + 1 for parent in tree.parents])  # rows: the root is row 0
         elif self.is_tree:
             self._bind_tree(tree, rows, cached)
         self._graph.run()
-        return TargetStep(logits=logits[0], taps=taps[0])
+        found = tuple(buffers.likeliest.tolist()) if greedy else None
+        return TargetStep(logits=buffers.logits, taps=buffers.taps, likeliest=found)
+
+    def _buffers(self, rows: int, wanted: int, *, greedy: bool) -> "_Buffers":
+        """What a call over `rows` rows binds, of which it wants the logits of `wanted`."""
+        array = self._scratch.array
+        bound = {
+            "input_ids": array("ids", (1, rows), np.int64),
+            "logit_rows": np.empty(wanted, np.int64),
+            "logits": array("logits", (1, 0 if greedy else wanted, self.vocab_size), np.float32),
+        }
+        taps = array("taps", (1, rows, self.tap_width), np.float32)
+        parents, likeliest = np.empty(rows, np.int64), np.empty((1, wanted), np.int64)
+        if self.tap_width:
+            bound["taps"] = taps
+        if self._native:
+            bound["parents"] = parents
+        if self._finds:
+            bound["likeliest"] = likeliest
+        return _Buffers(
+            bound=bound,
+            ids=bound["input_ids"][0],
+            wanted=bound["logit_rows"],
+            parents=parents,
+            logits=bound["logits"][0],
+            taps=taps[0],
+            likeliest=likeliest[0],
+        )
 
     def _bind_tree(self, tree: Tree, rows: int, cached: int) -> None:
         positions = self._scratch.array("positions", (1, rows), np.int64)

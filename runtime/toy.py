@@ -75,7 +75,7 @@ class ToyTarget:
         self.cache.commit(range(len(token_ids)))
         return TargetStep(logits=step.logits[-1:], taps=step.taps)
 
-    def verify(self, root: int, tree: Tree) -> TargetStep:
+    def verify(self, root: int, tree: Tree, *, greedy: bool = False) -> TargetStep:
         """Logits [N + 1, V] and taps [N + 1, 1] of the root and every node; nothing is committed."""
         cached, rows = self.length, tree.size + 1
         self.cache.reserve(cached + rows)

@@ -107,6 +107,8 @@ def best_first(
     and parents are listed before children, so the kept nodes always form a tree. Depth first, of siblings the likelier
     first: the path that is accepted most often then is the first rows, whose keys and values need not be moved.
     """
+    if list(parents) == list(range(ROOT, len(parents) - 1)):  # a chain: its first nodes
+        return Tree(tokens=tuple(tokens[:budget]), parents=tuple(parents[:budget]), sources=tuple(sources[:budget]))
     best = sorted(range(len(tokens)), key=lambda node: (-scores[node], node))[:budget]
     children: dict[int, list[int]] = {}
     for node in reversed(best):

@@ -1,4 +1,4 @@
-"""Which drafted nodes the target agrees with. Pure numpy, no I/O.
+"""Which drafted nodes the target agrees with. Pure, no I/O.
 
 Lossless at every temperature by construction: at each row the target's own next token is chosen first, exactly as plain
 decoding would choose it, and the draft only decides whether a row for that token was computed already. For a sampled
@@ -8,9 +8,6 @@ a proposal that puts all its mass on the drafted children): a child is followed 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from elsi_edge.runtime.tree import Tree
 
@@ -28,15 +25,14 @@ class Verdict:
         return len(self.rows) - 1
 
 
-def walk(tree: Tree, logits: NDArray[np.float32], choose: Callable[[NDArray[np.float32], int], int]) -> Verdict:
+def walk(tree: Tree, choose: Callable[[int, int], int]) -> Verdict:
     """Follow the target's own choices down the tree.
 
-    `logits` [N + 1, V] are the target's, one row per node and the root; `choose(row_logits, depth)` is the token that
-    plain decoding takes after that row.
+    `choose(row, depth)` is the token that plain decoding takes after that row of the verification, the root's being 0.
     """
     rows, tokens, edges = [0], [], tree.edges()
     while True:
-        token = choose(logits[rows[-1]], len(rows) - 1)
+        token = choose(rows[-1], len(rows) - 1)
         tokens.append(token)
         child = edges.get((rows[-1], token))
         if child is None:

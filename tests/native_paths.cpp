@@ -152,6 +152,26 @@ static void attention(const Path& path) {
   }
 }
 
+// Against a plain loop, run after run, with equal values and what is no number among them.
+static void largest(const Path& path) {
+  for (int trial = 0; trial < 500; ++trial) {
+    Largest wanted, got;
+    for (size_t first = 0, count = 0; first < 600; first += count) {
+      count = 1 + below(200);
+      std::vector<float> x = floats(count);
+      for (float& value : x) {
+        if (trial % 2) value = std::round(4 * value);
+        if (trial % 3 == 0 && below(20) == 0) value = NAN;
+        if (trial % 7 == 0) value = -INFINITY;
+      }
+      for (size_t i = 0; i < count; ++i)
+        if (x[i] > wanted.value) wanted = {x[i], first + i};
+      path.largest(x.data(), count, first, &got);
+      if (got.value != wanted.value || got.column != wanted.column) fail(path, "the largest");
+    }
+  }
+}
+
 int main() {
   sixteen_bits();
   for (const Path* path : paths()) {
@@ -161,6 +181,7 @@ int main() {
     }
     products(*path);
     attention(*path);
+    largest(*path);
     std::printf("%s: ok\n", path->name);
   }
   return 0;

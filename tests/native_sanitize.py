@@ -10,7 +10,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-_TESTS = tuple(f"tests/test_native_{name}.py" for name in ("matrix", "shift", "norm", "attention", "block", "fuzz"))
+_TESTS = tuple(
+    f"tests/test_native_{name}.py" for name in ("matrix", "shift", "norm", "head", "attention", "block", "fuzz")
+)
 _FLAGS = ("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared")
 _SANITIZE = "-fsanitize=address,undefined"
 _RUN = (

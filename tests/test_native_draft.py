@@ -86,13 +86,12 @@ def test_the_likeliest_come_from_the_graph(tiny_bundle: MakeBundle) -> None:
     _, native = pair(tiny_bundle("int4"))
     width = native.config.m * native.config.embedding_width
     step = native.extend([5], np.random.default_rng(0).standard_normal((1, width)).astype(np.float32))
-    assert step.top is not None and step.top.shape == (1, MOST_LIKELY)
+    assert step.top is not None and [len(row) for row in step.top] == [MOST_LIKELY]
     for count in (1, 3, MOST_LIKELY, MOST_LIKELY + 4):
         assert step.likeliest(0, count) == likeliest(step.log_probs[0], count)
-    before = step.log_probs.copy(), step.top.copy()
+    before = step.log_probs.copy()
     native.expand([6], np.zeros((1, native.config.width), np.float32), 1, [ROOT])
-    np.testing.assert_array_equal(step.log_probs, before[0])  # an entry's step outlives the levels below it
-    np.testing.assert_array_equal(step.top, before[1])
+    np.testing.assert_array_equal(step.log_probs, before)  # an entry's step outlives the levels below it
 
 
 def test_a_draft_without_quantised_products_has_none(tiny_bundle: MakeBundle, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_the_native_graph_of_a_bundle(tiny_bundle: MakeBundle, precision: str) -
     bundle = Bundle.load(tiny_bundle(precision))
     graph = onnx.load(bundle.graph("target-native"), load_external_data=False).graph
     kinds = {node.op_type for node in graph.node}
-    assert {"DecoderBlock", "MatMulBlocks"} <= kinds
+    assert {"DecoderBlock", "LikeliestBlocks"} <= kinds
     assert not {"MatMulNBits", "GroupQueryAttention", "Sigmoid", "TreeAttention", "NormGatedBlocks"} & kinds
     names = {value.name for value in graph.input}
     assert {"cached", "parents"} <= names

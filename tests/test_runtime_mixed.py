@@ -15,6 +15,7 @@ from elsi_edge.runtime.decode import Plan, rounds
 from elsi_edge.runtime.draft import DraftStep, log_softmax
 from elsi_edge.runtime.drafter import Drafter
 from elsi_edge.runtime.mixed import MixedProposer, blend
+from elsi_edge.runtime.ngram import Match
 from elsi_edge.runtime.options import PROPOSALS, GenerateOptions, Proposal
 from elsi_edge.runtime.pace import Clock, FixedPace, LivePace, Pace
 from elsi_edge.runtime.price import FREE, Costs, Price, typical
@@ -183,6 +184,44 @@ def test_a_draft_left_alone_is_tried_again() -> None:
     assert confidence.gain(5, 1.0, 0.3, instead=0.99) < 0.01
     for shares in PRIOR:
         assert sum(shares) == pytest.approx(1.0, abs=0.01) and len(shares) == len(TOPS)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.floats(0, 1)) | st.none(), max_size=60))
+def test_shares_move_as_they_are_said_to(calls: list[tuple[int, float] | None]) -> None:
+    """A call moves its depth's shares by a twentieth, a round (None) all of them back by a fiftieth."""
+    confidence = DraftConfidence()
+    wanted = [np.array(shares) for shares in PRIOR]
+    for call in calls:
+        if call is None:
+            confidence.fade()
+            wanted = [shares + 0.02 * (np.array(prior) - shares) for shares, prior in zip(wanted, PRIOR, strict=True)]
+        else:
+            confidence.note(*call)
+            shares = wanted[min(call[0], 2) - 1]
+            shares *= 0.95
+            shares[next(place for place, top in enumerate(TOPS) if call[1] <= top)] += 0.05
+    for depth, shares in enumerate(wanted, start=1):
+        middles = np.array([0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.88, 0.98])
+        gain = (shares * np.maximum(0.9 * middles - 0.2, 0.1)).sum() - 0.1
+        assert confidence.gain(depth, 0.9, 0.2, instead=0.3 / 0.9) == pytest.approx(gain, abs=1e-12)
+
+
+def test_a_tree_looks_no_deeper_than_it_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that repeats itself is sure of a hundred tokens; with room for three no more are looked for."""
+    proposer, _ = proposer_with()
+    proposer.observe([1, 2, 3, 4, 5] * 30, np.zeros((150, 1), np.float32))
+    asked = 0
+    matches = proposer._index.matches
+
+    def counted(width: int = 1) -> list[Match]:
+        nonlocal asked
+        asked += 1
+        return matches(width)
+
+    monkeypatch.setattr(proposer._index, "matches", counted)
+    tree = proposer.propose(Bounds(budget=3, depth=100, chain=False, proposals=("ngram",)))
+    assert tree.tokens == (1, 2, 3) and tree.is_chain
+    assert asked <= 6
 
 
 # --- rows that wait ------------------------------------------------------------------------------------------------

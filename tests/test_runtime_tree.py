@@ -66,6 +66,19 @@ def test_best_first_keeps_the_best_and_stays_a_tree(scored: tuple[Tree, list[flo
         assert not by_score or score >= by_score[-1]
 
 
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([0.0, -0.25, -1.0]), max_size=9), st.integers(0, 12))
+def test_of_a_chain_the_first_nodes_are_the_best(steps: list[float], budget: int) -> None:
+    """Also beside a node that scores below them all, which makes a tree of it."""
+    tokens, parents = list(range(len(steps))), list(range(ROOT, len(steps) - 1))
+    scores = np.cumsum(steps).tolist()
+    kept = best_first(tokens, parents, scores, budget, sources=["draft"] * len(steps))
+    assert (kept.tokens, kept.parents) == (tuple(tokens[:budget]), tuple(parents[:budget]))
+    assert kept.sources == ("draft",) * kept.size
+    beside = best_first([*tokens, 99], [*parents, ROOT], [*scores, -99.0], min(budget, len(steps)))
+    assert (beside.tokens, beside.parents) == (kept.tokens, kept.parents)
+
+
 def test_best_first_lists_the_likeliest_path_first() -> None:
     """Depth first: a, its child c, c's child e, then a's other child, then b and its child."""
     tokens, parents = [1, 2, 3, 4, 5, 6], [ROOT, ROOT, 0, 0, 1, 2]
@@ -123,8 +136,7 @@ def test_attention_bias_of_rows_that_see_columns_of_earlier_calls() -> None:
 @given(trees(), st.lists(st.integers(0, 4), min_size=21, max_size=21))
 def test_walk_follows_the_targets_own_choices(tree: Tree, preferred: list[int]) -> None:
     """`preferred[depth]` is what the target says at a depth, whatever the row."""
-    logits = np.zeros((tree.size + 1, 5), np.float32)
-    verdict = walk(tree, logits, lambda _, depth: preferred[depth])
+    verdict = walk(tree, lambda _, depth: preferred[depth])
     row = 0
     for depth, token in enumerate(verdict.tokens):
         assert token == preferred[depth]

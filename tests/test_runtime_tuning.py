@@ -299,8 +299,8 @@ def test_exact_rows_end_where_a_row_differs() -> None:
     class Off(type(toy_target(0))):  # type: ignore[misc]
         """Differs in the last bit when five rows run together."""
 
-        def verify(self, root: int, tree: Tree) -> Any:
-            step = super().verify(root, tree)
+        def verify(self, root: int, tree: Tree, *, greedy: bool = False) -> Any:
+            step = super().verify(root, tree, greedy=greedy)
             return replace(step, logits=step.logits + np.float32(1e-6)) if tree.size >= 4 else step
 
     target = Off(lambda last: np.full(V, 1.0 / (1 + sum(last)), np.float32), vocab_size=V)
@@ -316,8 +316,8 @@ def test_exact_tree_rows_end_where_a_rows_company_shows() -> None:
     class Off(type(toy_target(0))):  # type: ignore[misc]
         """The last of more than eight rows differs in the last bit."""
 
-        def verify(self, root: int, tree: Tree) -> Any:
-            step = super().verify(root, tree)
+        def verify(self, root: int, tree: Tree, *, greedy: bool = False) -> Any:
+            step = super().verify(root, tree, greedy=greedy)
             if tree.size > 8:
                 step.logits[-1] += np.float32(1e-6)
             return step

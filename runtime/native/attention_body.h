@@ -1,6 +1,6 @@
-// The inner loops of attention over V16, a vector of 16 floats: included once per instruction set, after V16 and the
-// macros ELSI_PATH (target attribute) and ELSI_PATH_INLINE are defined. Every row goes through the same operations in
-// the same order whatever is beside it: keys in tiles of 16 positions, spans of 128, positions its own.
+// What is written over V16, a vector of 16 floats, attention above all: included once per instruction set, after V16 and
+// the macros ELSI_PATH (target attribute) and ELSI_PATH_INLINE are defined. Every row goes through the same operations
+// in the same order whatever is beside it: keys in tiles of 16 positions, spans of 128, positions its own.
 
 // e^x, x <= 0: 2^n * p(r), |r| <= ln(2) / 2, relative error below 2e-7; e^0 is 1, and below -104 it is 0.
 ELSI_PATH_INLINE V16 exponential(V16 x) {
@@ -25,6 +25,25 @@ ELSI_PATH void gate(float* gate, const float* up) {
       exponential(V16::sub(zero, V16::max(zero, minus)));  // a NaN passes: max takes its second argument then
   const V16 under = V16::add(V16::set1(1.0f), exponential(V16::sub(zero, V16::max(x, minus))));
   V16::mul(V16::mul(x, V16::div(over, under)), V16::load(up)).store(gate);
+}
+
+// First the largest alone, which is rarely above the one before; only then its place.
+ELSI_PATH void largest(const float* x, size_t count, size_t first, Largest* found) {
+  float most[kTile];
+  V16 lanes = V16::set1(found->value);
+  size_t i = 0;
+  for (; i + kTile <= count; i += kTile) lanes = V16::max(V16::load(x + i), lanes);  // mostly takes lanes beside a NaN
+  lanes.store(most);
+  bool odd = false;  // a NaN came through: Arm's max passes it on
+  float top = found->value;
+  for (float value : most) {
+    odd = odd || value != value;
+    top = value > top ? value : top;
+  }
+  for (i = odd ? 0 : i; i < count; ++i) top = x[i] > top ? x[i] : top;
+  if (!(top > found->value)) return;
+  for (i = 0; x[i] != top;) ++i;
+  *found = {top, first + i};
 }
 
 ELSI_PATH_INLINE V16 capped(V16 x, float cap) {  // cap * tanh(x / cap), through e^(-2|x| / cap)

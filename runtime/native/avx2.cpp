@@ -174,7 +174,7 @@ bool usable() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports(
 
 const Path kAvx2 = {
     "avx2", usable, kPortable.quantise, multiply<4, false>, multiply<8, false>, multiply<4, true>, attend, gate,
-    merge,  divide};
+    merge,  divide, largest};
 
 }  // namespace elsi
 #endif

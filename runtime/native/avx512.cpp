@@ -190,7 +190,7 @@ bool usable() {
 
 const Path kAvx512Vnni = {
     "avx512vnni", usable, quantise, multiply<4, false>, multiply<8, false>, multiply<4, true>, attend,
-    gate,         merge,  divide};
+    gate,         merge,  divide, largest};
 
 }  // namespace elsi
 #endif

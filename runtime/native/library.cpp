@@ -30,7 +30,7 @@ bool statuses_work(const abi::ApiTable* api) {
 #define ELSI_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Bumped whenever a graph written for one build of the library would not run the same on another.
-ELSI_EXPORT int elsi_native_format() { return 4; }
+ELSI_EXPORT int elsi_native_format() { return 5; }
 
 // The version of ONNX Runtime that registered the operators, "" before that.
 ELSI_EXPORT const char* elsi_native_runtime() { return found_version().c_str(); }

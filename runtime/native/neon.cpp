@@ -119,7 +119,8 @@ const Path kNeonDot = {"neon-dot",
                        attend,
                        gate,
                        merge,
-                       divide};
+                       divide,
+                       largest};
 const Path kNeonI8mm = {"neon-i8mm",
                         has_i8mm,
                         kPortable.quantise,
@@ -129,7 +130,8 @@ const Path kNeonI8mm = {"neon-i8mm",
                         attend,
                         gate,
                         merge,
-                        divide};
+                        divide,
+                        largest};
 
 }  // namespace elsi
 #endif

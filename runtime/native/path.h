@@ -80,6 +80,12 @@ struct AttentionCall {
   bool sees(size_t row, size_t span) const { return starts[row] < (span + 1) * kSpan && ends[row] > span * kSpan; }
 };
 
+// The largest value of a row so far and its column; of equal ones the first. NaN never is the largest.
+struct Largest {
+  float value = -std::numeric_limits<float>::infinity();
+  size_t column = 0;
+};
+
 struct Path {
   const char* name;
   bool (*usable)();  // asked of the CPU
@@ -95,6 +101,8 @@ struct Path {
   void (*gate)(float* gate, const float* up);                     // 16 values: gate = gate / (1 + e^-gate) * up
   void (*merge)(float* state, const float* later, size_t width);  // state of two runs of positions, in their order
   void (*divide)(const float* state, size_t width, float* out);   // weighted sums by the sum of weights
+  // Takes values x [count] of columns first, first + 1, ... into `found`, which knows those before.
+  void (*largest)(const float* x, size_t count, size_t first, Largest* found);
 };
 
 inline size_t attention_scratch(const AttentionCall& call, size_t rows) { return rows * call.group() * kSpan; }

@@ -163,6 +163,6 @@ bool always() { return true; }
 }  // namespace
 
 const Path kPortable = {"portable", always, quantise, multiply<4, false>, multiply<8, false>, multiply<4, true>, attend,
-                        gate,       merge,  divide};
+                        gate,       merge,  divide, largest};
 
 }  // namespace elsi

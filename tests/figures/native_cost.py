@@ -58,7 +58,7 @@ def main() -> None:
             tree = Tree.chain(ids[options.past + 1 : options.past + rows])
             for name, target in targets.items():
                 start = time.perf_counter()
-                target.verify(ids[options.past], tree)
+                target.verify(ids[options.past], tree, greedy=True)
                 times[name, rows].append(1e3 * (time.perf_counter() - start))
     medians = {key: median(values) for key, values in times.items()}
     lines = []

@@ -1,9 +1,11 @@
 """Where a round's time goes outside the ONNX Runtime calls, by part, at a fixed number of rows.
 
     python -m tests.figures.overhead BUNDLE... --prompts FILE --out FILE [--limit 8] [--tokens 96] [--rows 4]
+        [--native 1]
 
 Every part is timed exclusive of the parts inside it, over greedy answers with the draft and n-grams at a budget of
-rows - 1 nodes. Rounds that verified another number of rows do not count. Means over the middle 80 % of rounds, ms.
+rows - 1 nodes; with --native 0 on ONNX Runtime's own kernels. Rounds that verified another number of rows do not count.
+Means over the middle 80 % of rounds, ms.
 """
 
 import time
@@ -17,7 +19,7 @@ from elsi_edge.runtime import decode, sampling, target
 from elsi_edge.runtime import draft as draft_module
 from elsi_edge.runtime.bound import BoundGraph
 from elsi_edge.runtime.mixed import MixedProposer
-from elsi_edge.runtime.options import GenerateOptions
+from elsi_edge.runtime.options import GenerateOptions, SessionSettings
 from elsi_edge.runtime.session import Session, _Run
 from elsi_edge.runtime.target import OrtTarget
 from tests.figures.common import arguments, prompts, save
@@ -87,8 +89,8 @@ def instrument(parts: Parts) -> None:
 
 def main() -> None:
     """Measure every bundle named."""
-    options = arguments(__doc__ or "", limit=8, tokens=96, rows=4)
-    figures: dict[str, Any] = {"rows": options.rows}
+    options = arguments(__doc__ or "", limit=8, tokens=96, rows=4, native=1)
+    figures: dict[str, Any] = {"rows": options.rows, "native": options.native}
     parts = Parts()
     instrument(parts)
     take = _Run.take
@@ -100,7 +102,7 @@ def main() -> None:
 
     _Run.take = counted  # type: ignore[method-assign,assignment]
     for path in options.bundles:
-        opened = Session.open(path)
+        opened = Session.open(path, SessionSettings(native=options.native != 0))
         generate = GenerateOptions(draft_nodes=options.rows - 1, max_tokens=options.tokens)
         rows = prompts(options, options.limit)
         opened.generate(rows[0].turns[0], replace(generate, max_tokens=16))
