@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from elsi_edge.artifacts import BITS, BLOCK, Precision
-from elsi_edge.errors import ConfigError, UsageError
+from elsi_edge.errors import ConfigError, DataError, UsageError
 from elsi_edge.export.rounding import ACCURACY_LEVEL, Rounding
 
 LM_HEAD = "lm_head"
@@ -180,7 +180,8 @@ def matrix_name(node: str) -> str | None:
 
 
 def make_recipe(precision: Precision, file: Path | None = None, lm_head_bits: int | None = None) -> Recipe:
-    """The recipe of a precision, with what a file and an option change. Raises UsageError naming what disagrees."""
+    """The recipe of a precision, with what a file and an option change. Raises UsageError naming what disagrees,
+    DataError for a file that cannot be read."""
     bits = BITS[precision]
     value = {"bits": bits} if file is None else {"bits": bits, **_read(file)}
     if lm_head_bits is not None:
@@ -201,16 +202,16 @@ def make_recipe(precision: Precision, file: Path | None = None, lm_head_bits: in
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """What a recipe file says, its values not looked at. Raises UsageError."""
+    """What a recipe file says, its values not looked at. Raises UsageError, DataError."""
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the recipe {file} cannot be read: {error}") from error
+        raise DataError(f"the recipe {file} cannot be read: {error}") from error
     try:
         value = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         form = "JSON" if file.suffix == ".json" else "TOML, as which files are read that do not end in .json"
-        raise UsageError(f"the recipe {file} is not valid {form}: {error}") from error
+        raise DataError(f"the recipe {file} is not valid {form}: {error}") from error
     if not isinstance(value, dict):
         raise UsageError(f"the recipe {file} holds no table of settings; its keys are {', '.join(_KEYS)}")
     unknown = [key for key in value if key not in _KEYS]

@@ -10,6 +10,7 @@ PRIOR = (
     (0.070, 0.214, 0.280, 0.174, 0.111, 0.067, 0.051, 0.033),
 )
 _NEWS = 0.05  # how far a call moves the shares, once they have settled
+_TINY = 1e-100  # a scale below which it is multiplied out
 _FADE = 0.02  # how far a round moves them back to the prior, so that a draft left alone is tried again
 
 
@@ -18,30 +19,36 @@ class DraftConfidence:
 
     def __init__(self, prior: tuple[tuple[float, ...], ...] | None = None) -> None:
         self._prior = PRIOR if prior is None else prior
-        self._off = [[0.0] * len(shares) for shares in self._prior]  # what calls moved the shares by, when they did
-        self._left = [1.0] * len(self._prior)  # of that, what rounds since have left
+        # By depth: shares are `weight` times the prior and `scale` times what calls counted, so that a call moves one
+        # of them and a round none. Lists made anew several times a round cost more, with cold caches.
+        depths = len(self._prior)
+        self._weight, self._scale = [1.0] * depths, [1.0] * depths
+        self._counted = [[0.0] * len(shares) for shares in self._prior]
 
     def note(self, depth: int, top: float) -> None:
         """Count one call at `depth` (1 = the first level)."""
-        one = min(depth, len(self._off)) - 1
-        off, keep = self._off[one], self._left[one] * (1.0 - _NEWS)
-        off[:] = [keep * moved - _NEWS * share for moved, share in zip(off, self._prior[one], strict=True)]
-        off[min(bisect_left(TOPS, top), len(TOPS) - 1)] += _NEWS
-        self._left[one] = 1.0
+        one = min(depth, len(self._scale)) - 1
+        self._weight[one] *= 1.0 - _NEWS
+        self._scale[one] *= 1.0 - _NEWS
+        if self._scale[one] < _TINY:
+            self._counted[one] = [count * self._scale[one] for count in self._counted[one]]
+            self._scale[one] = 1.0
+        self._counted[one][min(bisect_left(TOPS, top), len(TOPS) - 1)] += _NEWS / self._scale[one]
 
     def fade(self) -> None:
         """Move a little towards the prior: once a round."""
-        self._left = [left * (1.0 - _FADE) for left in self._left]
+        for one in range(len(self._scale)):
+            self._weight[one] += _FADE * (1.0 - self._weight[one])
+            self._scale[one] *= 1.0 - _FADE
 
     def gain(self, depth: int, reach: float, price: float, *, instead: float) -> float:
         """Tokens that a call at `depth` can be expected to add, on a path of probability `reach`, a node costing
         `price`, where a candidate of probability `instead` is there without it."""
-        one = min(depth, len(self._off)) - 1
-        left = self._left[one]
+        one = min(depth, len(self._scale)) - 1
+        weight, scale = self._weight[one], self._scale[one]
         sure = max(0.0, reach * instead - price)
         after = 0.0
-        # Several times a round, with cold caches: no generator.
-        for share, moved, top in zip(self._prior[one], self._off[one], _MIDDLES, strict=True):
+        for share, counted, top in zip(self._prior[one], self._counted[one], _MIDDLES, strict=True):
             worth = reach * top - price
-            after += (share + left * moved) * (worth if worth > sure else sure)
+            after += (weight * share + scale * counted) * (worth if worth > sure else sure)
         return after - sure

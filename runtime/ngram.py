@@ -6,7 +6,7 @@ under 300 bytes a token. Prompt lookup decoding and REST (arXiv 2311.08252) prop
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SHORTEST = 2  # tokens of a match at least
 LONGEST = 24  # tokens compared at most
@@ -20,8 +20,7 @@ _PRIOR_WEIGHT = 6.0  # trials that a prior counts for
 _FADE = 0.97  # weight that a trial loses with each later one of its kind
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """An earlier occurrence of the last tokens."""
 
     token: int  # that followed it

@@ -10,7 +10,7 @@ import pytest
 
 from elsi_edge.artifacts import BLOCK
 from elsi_edge.bundle import Bundle
-from elsi_edge.errors import UsageError
+from elsi_edge.errors import DataError, UsageError
 from elsi_edge.export import ticker
 from elsi_edge.export.pipeline import ExportSettings, export_bundle
 from elsi_edge.export.recipe import Recipe, make_recipe, matrix_name
@@ -97,7 +97,6 @@ def test_a_file_in_json_and_toml(tmp_path: Path, text: str | None) -> None:
         ('[matrices]\n"*" = "8"', "must be one of 4, 8, 32"),
         ("embedding_bits = 4", "embedding_bits is 4, the lm_head has 8 bits; .* where lm_head_bits is 4 too"),
         ("embedding_bits = 16\nlm_head_bits = 4", "embedding_bits is 16, the lm_head has 4 bits"),
-        ("bits = ", "not valid TOML"),
     ],
 )
 def test_a_recipe_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> None:
@@ -106,12 +105,15 @@ def test_a_recipe_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> N
         make_recipe("int4", tmp_path / "r.toml")
 
 
-def test_option_against_file_and_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_option_against_file_and_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text("lm_head_bits = 4")
     with pytest.raises(UsageError, match=r"--lm-head-bits is 8, .* says lm_head_bits 4"):
         make_recipe("int4", tmp_path / "r.toml", 8)
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot be read"):
         make_recipe("int4", tmp_path / "none.toml")
+    (tmp_path / "half.toml").write_text("bits = ")
+    with pytest.raises(DataError, match="not valid TOML"):
+        make_recipe("int4", tmp_path / "half.toml")
     with pytest.raises(UsageError, match="--lm-head-bits is 16, it must be one of 4, 8, 32"):
         make_recipe("int4", None, 16)
     (tmp_path / "r.toml").write_text("embedding_bits = 4")  # which goes with the option, not with the default

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -187,6 +187,7 @@ def test_a_draft_left_alone_is_tried_again() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.floats(0, 1)) | st.none(), max_size=60))
+@example([(1, 0.9), (2, 0.1), None] * 5000)
 def test_shares_move_as_they_are_said_to(calls: list[tuple[int, float] | None]) -> None:
     """A call moves its depth's shares by a twentieth, a round (None) all of them back by a fiftieth."""
     confidence = DraftConfidence()
