@@ -312,5 +312,6 @@ def require_close(what: str, error: float, limit: float, unit: str) -> None:
     if not error <= limit:  # NaN fails too
         raise ParityError(
             f"{what} of the exported graph differ from the source model's by {error:.3g} ({unit}), {limit:g} is "
-            "allowed; the bundle was not kept. Try --precision fp32"
+            "allowed; the bundle was not kept. Try a --precision of more bits; at fp32 this is a fault of the export, "
+            "please report it"
         )

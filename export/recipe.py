@@ -196,6 +196,12 @@ def make_recipe(precision: Precision, file: Path | None = None, lm_head_bits: in
         recipe = Recipe(**value)
     except ConfigError as error:
         raise UsageError(f"{file}: {error}" if file is not None else str(error)) from error
+    fewer = [name for name, asked in {LM_HEAD: recipe.bits_of(LM_HEAD), **recipe.matrices}.items() if asked != 32]
+    if bits == 32 and recipe.bits == 32 and fewer:
+        raise UsageError(
+            f"--precision {precision} leaves every matrix in floats, but {fewer[0]!r} is to have fewer bits; drop "
+            "that, or take --precision int8 and give 32 bits to what shall stay in floats"
+        )
     if recipe.bits != bits:
         raise UsageError(f"{file}: bits is {recipe.bits}, --precision {precision} has {bits}; change one of them")
     return recipe
@@ -206,7 +212,8 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"the recipe {file} cannot be read: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"the recipe {file} cannot be read: {why}") from error
     try:
         value = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:

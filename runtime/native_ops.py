@@ -39,7 +39,9 @@ class NativeReport:
         """One line for people: what runs, or what is lost."""
         if self.available:
             return f"native operators: {self.path}"
-        return f"native operators: none ({self.why_not}); ONNX Runtime's own are used, slower at 2 to 16 rows"
+        return (
+            f"native operators: none ({self.why_not}); ONNX Runtime's own are used, slower, and exact in chains alone"
+        )
 
 
 def report() -> NativeReport:
@@ -105,7 +107,7 @@ _forced = ""  # the path forced at the moment, "" for the best
 @functools.cache
 def _load(path: Path) -> ctypes.CDLL:
     if not path.is_file():
-        raise ProviderError(f"{path.name} was not built; it needs a C++ compiler when elsi-edge is installed")
+        raise ProviderError(f"{path.name} is not there; it needs a C++ compiler when elsi-edge is installed")
     if _is_stale(path):
         raise ProviderError(f"{path.name} is older than its sources; build it again: pip install -e .")
     try:

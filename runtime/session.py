@@ -145,7 +145,7 @@ class Session:
         tuning, warning = find_tuning(loaded.directory, settings) if settings.tuning else (None, "")
         engines = BundleEngines(loaded, settings, tuning)
         chain_rows = engines.chain_rows()
-        warnings = [warning] if warning else []
+        warnings = [text for text in (warning, engines.native_note) if text]
         if chain_rows == 1:
             warnings.append(NO_EXACT_CHAIN)
         if settings.threads > cores().usable:

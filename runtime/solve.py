@@ -171,12 +171,21 @@ def choose_shape(outcomes: Sequence[Outcome], plain_ms: float, costs: Costs) -> 
     said = ", ".join(
         f"{name} {counts.accepted / counts.drafted:.0%} of {counts.drafted}" for name, counts in used.items()
     )
+    pays = f"pays where its token is right more than {two - 1:.0%} of the time" if two > 1 else "costs nothing here"
     why = (
-        f"{steep}, so a second row pays where its token is right more than {two - 1:.0%} of the time; "
+        f"{steep}, so a second row {pays}; "
         f"the {best.shape.words()} takes {best.nodes:.2f} nodes a round (accepted: {said}), tau {best.tau:.2f}: {gain}"
     )
     if best is not fastest:
         why += f"; the {fastest.shape.words()} was within {1 - _AS_GOOD:.0%} of it: of such the roomiest is taken"
+    fixed = max(outcomes, key=lambda outcome: outcome.tokens_per_s)
+    if _AS_GOOD * fixed.tokens_per_s > fastest.tokens_per_s:
+        why += (
+            f"; the {fixed.shape.words()} was faster on this sample ({fixed.tokens_per_s:.1f}), but always takes "
+            "as many nodes, also on text where they do not pay"
+        )
+    if "draft" in best.shape.proposals and not {"draft", "both"} & set(used):
+        why += "; the draft's calls cost too much here to be made (was the machine busy? then measure again)"
     return Choice(
         mode="chain" if best.shape.chain else "tree",
         draft_nodes=best.shape.nodes,

@@ -243,7 +243,10 @@ class Tuner:
             some = text[: past + max(2, room - EXACT_CHAIN_ROWS)]
             good, tried = exact_rows(engine.target, some, past, most=most, bits=bits, until=until)
         if good < most and tried[-1] == good:
-            self._notes.append(f"time to test {good} of {most} rows a step for exactness; use more --seconds")
+            self._notes.append(
+                f"time to test {good} of {most} rows a step for exactness, to which exact mode then holds; use more "
+                "--seconds"
+            )
         return good, tried
 
     def _solve(self, solver: Solver, exact: int) -> list[Outcome]:

@@ -145,6 +145,10 @@ def test_without_a_draft_the_bundle_is_plain_only(
     )
     assert bare.code == 0 and str(calls[1]["out"]) == "o" and calls[1]["settings"].precision == "fp32"
     assert "Next: elsi-edge calibrate" in bare.err and "--bundle o" in bare.err
+    for name in ("bundle-int4", "bundle-int4-2"):  # bundles that are there stay
+        (tmp_path / "tiny-llama" / name).mkdir()
+    follows = run("export", tiny_model.model, "--work", tmp_path).err.splitlines()[-1]
+    assert f"--out {tmp_path / 'tiny-llama' / 'bundle-int4-3'}" in follows and "--force" not in follows
 
 
 def test_auto_calibrates_when_nothing_was_chosen(

@@ -57,7 +57,7 @@ def test_exact_mode_decodes_plainly_where_no_chain_is_exact(
     if precision == "fp32":  # rounding changes no token there
         assert result.mode == "tree" and result.warnings == ()
         return
-    assert result.mode == "plain" and result.exact and result.warnings == (NO_EXACT_CHAIN,)
+    assert result.mode == "plain" and result.exact and result.warnings[1:] == (NO_EXACT_CHAIN,)
     with pytest.raises(UsageError, match=r"--draft-nodes is 2, exact mode at int. holds chains of at most 0"):
         session.generate("Once upon", GenerateOptions(max_tokens=6, draft_nodes=2))
     loose = session.generate("Once upon", GenerateOptions(max_tokens=6, draft_nodes=2, exact=False))
@@ -71,4 +71,4 @@ def test_chains_are_as_long_as_the_attention_allows(
     monkeypatch.setattr(engines, "exact_attention_rows", lambda *_, **__: 3)
     session = Session.open(tiny_bundle("int4"), SessionSettings(threads=1))
     assert session.generate("Once upon", GenerateOptions(max_tokens=6)).draft_nodes == 2
-    assert session.warnings == ()
+    assert len(session.warnings) == 1 and session.warnings[0].startswith("native operators: none")

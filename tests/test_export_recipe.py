@@ -105,6 +105,19 @@ def test_a_recipe_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> N
         make_recipe("int4", tmp_path / "r.toml")
 
 
+@pytest.mark.parametrize(
+    ("file", "head"), [(None, 4), (None, 8), ("lm_head_bits = 8", None), ('[matrices]\n"*.o" = 8', None)]
+)
+def test_float32_leaves_every_matrix(tmp_path: Path, file: str | None, head: int | None) -> None:
+    if file is not None:
+        (tmp_path / "r.toml").write_text(file)
+    with pytest.raises(
+        UsageError, match=r"--precision fp32 leaves every matrix in floats, but '.*' is to have fewer bits"
+    ):
+        make_recipe("fp32", None if file is None else tmp_path / "r.toml", head)
+    assert make_recipe("fp32", None, 32).bits_of("lm_head") == 32
+
+
 def test_option_against_file_and_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text("lm_head_bits = 4")
     with pytest.raises(UsageError, match=r"--lm-head-bits is 8, .* says lm_head_bits 4"):

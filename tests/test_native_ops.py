@@ -30,8 +30,8 @@ def test_a_missing_library_is_said_and_costs_nothing_else(monkeypatch: pytest.Mo
     monkeypatch.setattr(native_ops, "LIBRARY", "nowhere.so")
     found = native_ops.report()
     assert not found.available and found.path == ""
-    assert "needs a C++ compiler" in found.note() and "slower at 2 to 16 rows" in found.note()
-    with pytest.raises(ProviderError, match="was not built"):
+    assert "needs a C++ compiler" in found.note() and "exact in chains alone" in found.note()
+    with pytest.raises(ProviderError, match="is not there"):
         native_ops.register(ort.SessionOptions())
 
 
@@ -149,6 +149,9 @@ def test_without_the_library_the_stock_graph_runs(tiny_bundle: MakeBundle, monke
     assert not engines.BundleEngines(bundle, SessionSettings()).native
     session = Session.open(bundle.directory)
     assert not session.exact_trees
+    assert [text for text in session.warnings if text.startswith("native operators: none (")]
+    assert Session.open(bundle.directory, SessionSettings(native=False)).warnings == ()  # asked for
+    assert Session.open(tiny_bundle("fp32")).warnings == ()  # has none anyway
     assert session.generate("a tale", GenerateOptions(draft_nodes=3, max_tokens=4)).mode == "chain"
 
 

@@ -417,6 +417,21 @@ def test_the_choice_follows_the_curve() -> None:
     assert all(shape.chain for shape in candidate_shapes("int8", 9, has_draft=True))
 
 
+def test_the_choice_says_what_may_surprise() -> None:
+    unit = solver().costs
+    one = solver(costs=replace(unit, verify=(tuple(50 * ms for ms in unit.verify[0]),), entry=1e3, level=1e3))
+    priced = one.outcome(Shape(chain=True, nodes=4, proposals=("draft", "ngram"), priced=True), 1.2)
+    assert not {"draft", "both"} & {name for name, counts in priced.tally.by_source().items() if counts.drafted}
+    fixed = replace(priced, shape=replace(priced.shape, nodes=2, priced=False), tokens_per_s=2 * priced.tokens_per_s)
+    best = replace(priced, speedup=1.5)
+    why = choose_shape([fixed, best], one.plain_ms(), one.costs).why
+    assert "chain of 2, draft and ngram was faster on this sample" in why and "always takes as many nodes" in why
+    assert "the draft's calls cost too much here" in why and "more than 12% of the time" in why
+    noisy = replace(one.costs, verify=((10.0, 9.0, *one.costs.verify[0][2:]),))
+    why = choose_shape([best], one.plain_ms(), noisy).why
+    assert "0.90 times one, so a second row costs nothing here" in why and "faster on this sample" not in why
+
+
 def test_a_chains_level_has_a_cost_of_its_own() -> None:
     one = solver(answers=[recorded([1, 2, 3])], chain_level_ms=0.0)
     chain, tree = (Shape(chain=chain, nodes=4, proposals=("draft",), priced=False) for chain in (True, False))

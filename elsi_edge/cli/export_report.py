@@ -85,6 +85,7 @@ def _no_limit(precision: "Precision") -> str:
 def say_next(manifest: "BundleManifest", model: str, out: Path, place: "WorkDir", *, given: str = "") -> None:
     """The command that comes next, on stderr; `given` are options of the target's weights, which it names again."""
     from elsi_edge.cli import common
+    from elsi_edge.cli.draft_support import flags
 
     if not manifest.plain_only:
         common.next_command(f"elsi-edge bench {shlex.quote(str(out))}")
@@ -93,8 +94,12 @@ def say_next(manifest: "BundleManifest", model: str, out: Path, place: "WorkDir"
     common.note(f"It runs with: elsi-edge generate {shlex.quote(str(out))} 'Hello'")
     steps = [] if place.selection_path.is_file() else [f"elsi-edge calibrate {name}{place.flag}"]
     steps += [f"elsi-edge distill {name}{place.bundle_flag(out)}{place.flag}", f"elsi-edge train {name}{place.flag}"]
-    there = " --force" if place.bundle(manifest.precision).exists() else ""
-    steps += [f"elsi-edge export {name} --precision {manifest.precision}{given}{place.flag}{there}"]
+    bundle, number = place.bundle(manifest.precision), 1
+    while bundle.exists():  # nobody asked for another bundle to be replaced
+        number += 1
+        bundle = place.bundle(manifest.precision).with_name(f"bundle-{manifest.precision}-{number}")
+    own = flags(out=bundle if number > 1 else None)
+    steps += [f"elsi-edge export {name} --precision {manifest.precision}{given}{own}{place.flag}"]
     common.next_command(" && ".join(steps))
 
 
