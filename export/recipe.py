@@ -196,14 +196,14 @@ def make_recipe(precision: Precision, file: Path | None = None, lm_head_bits: in
         recipe = Recipe(**value)
     except ConfigError as error:
         raise UsageError(f"{file}: {error}" if file is not None else str(error)) from error
+    if recipe.bits != bits:
+        raise UsageError(f"{file}: bits is {recipe.bits}, --precision {precision} has {bits}; change one of them")
     fewer = [name for name, asked in {LM_HEAD: recipe.bits_of(LM_HEAD), **recipe.matrices}.items() if asked != 32]
-    if bits == 32 and recipe.bits == 32 and fewer:
+    if bits == 32 and fewer:
         raise UsageError(
             f"--precision {precision} leaves every matrix in floats, but {fewer[0]!r} is to have fewer bits; drop "
             "that, or take --precision int8 and give 32 bits to what shall stay in floats"
         )
-    if recipe.bits != bits:
-        raise UsageError(f"{file}: bits is {recipe.bits}, --precision {precision} has {bits}; change one of them")
     return recipe
 
 

@@ -44,7 +44,7 @@ class BundleEngines:
         self._bundle, self._settings, self._tuning = bundle, settings, tuning
         # Whether the native operators run this bundle: every row has bits of its own, in trees too.
         self.native = bool(native_ops.path_for(bundle.manifest.graphs, settings))
-        self.native_note = self._native_note()
+        self.native_note = native_ops.note_for(bundle.manifest.graphs, settings)
         self._proposer: MixedProposer | None = None
         self._loaded: tuple[_TargetRole, Engine] | None = None
 
@@ -55,12 +55,6 @@ class BundleEngines:
             target = self._target(role)
             self._loaded = (role, Engine(target=target, proposer=self.open_proposer()))
         return self._loaded[1]
-
-    def _native_note(self) -> str:
-        """What is lost where a bundle has native graphs and the library is not there; else ""."""
-        here = self._settings.native and resolve_provider(self._settings.provider) == "CPUExecutionProvider"
-        wanted = here and "target-native" in self._bundle.manifest.graphs
-        return native_ops.report().note() if wanted and not self.native else ""
 
     def release(self) -> None:
         """Forget what is loaded."""

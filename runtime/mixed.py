@@ -139,8 +139,9 @@ class MixedProposer:
         level: list[int] = [ROOT]  # nodes that may get children
         frontier: list[int] = [ROOT]  # those of them that the draft may run, best first
         for depth in range(1, min(bounds.budget, bounds.depth) + 1):  # a node's ancestors take places too
-            least = max(least, _least_to_enter(nodes.scores, bounds.budget))
-            drafting = depth <= shape.depth and self._grows(depth, frontier, nodes, bounds)
+            bar = _least_to_enter(nodes.scores, bounds.budget)
+            least = max(least, bar)
+            drafting = depth <= shape.depth and self._grows(depth, frontier, nodes, bounds, bar)
             rows = sorted(frontier) if drafting else []
             step = self._run(rows, depth, nodes) if rows else None
             fresh: list[int] = []
@@ -163,8 +164,8 @@ class MixedProposer:
                 break
         return nodes
 
-    def _grows(self, depth: int, frontier: Sequence[int], nodes: Candidates, bounds: Bounds) -> bool:
-        """Whether the draft's next level is worth its price."""
+    def _grows(self, depth: int, frontier: Sequence[int], nodes: Candidates, bounds: Bounds, bar: float) -> bool:
+        """Whether the draft's next level is worth its price; `bar` is the score that a node must exceed to be kept."""
         if not frontier or not self._can_draft(bounds, depth):
             return False
         assert self.drafter is not None
@@ -174,7 +175,7 @@ class MixedProposer:
             reaches = [1.0]
         else:
             scores = [nodes.scores[node] for node in frontier]
-            if _least_to_enter(nodes.scores, bounds.budget) >= max(scores):
+            if bar >= max(scores):
                 return False
             reaches = [math.exp(score) for score in scores]
         price = bounds.price

@@ -60,8 +60,21 @@ def path_for(graphs: Container[str], settings: SessionSettings, *, role: str = "
 
     Raises ProviderError, UsageError for the provider.
     """
+    return report().path if _wanted(graphs, settings, role) else ""
+
+
+def note_for(graphs: Container[str], settings: SessionSettings) -> str:
+    """What is lost where a bundle with these graphs would run natively and the library is not there; else "".
+
+    Raises as `path_for` does.
+    """
+    found = report()
+    return found.note() if _wanted(graphs, settings, "target-native") and not found.available else ""
+
+
+def _wanted(graphs: Container[str], settings: SessionSettings, role: str) -> bool:
     on_cpu = resolve_provider(settings.provider) == "CPUExecutionProvider"
-    return report().path if settings.native and on_cpu and role in graphs else ""
+    return settings.native and on_cpu and role in graphs
 
 
 def library_path() -> Path:

@@ -50,7 +50,7 @@ class Tree:
     @property
     def is_chain(self) -> bool:
         """Whether each node is the child of the one before it."""
-        return self.parents == tuple(range(ROOT, self.size - 1))
+        return _is_chain(self.parents)
 
     def depths(self) -> NDArray[np.int64]:
         """[N + 1] depth of each row; the root has 0. A row's position is the root's plus its depth."""
@@ -83,6 +83,10 @@ class Tree:
         return found
 
 
+def _is_chain(parents: Sequence[int]) -> bool:
+    return tuple(parents) == tuple(range(ROOT, len(parents) - 1))
+
+
 def path_mask(parents: Sequence[int]) -> NDArray[np.bool_]:
     """[W, W] which of W nodes each of them sees, itself and its ancestors, from the place of each one's parent; ROOT is
     none of them."""
@@ -107,7 +111,7 @@ def best_first(
     and parents are listed before children, so the kept nodes always form a tree. Depth first, of siblings the likelier
     first: the path that is accepted most often then is the first rows, whose keys and values need not be moved.
     """
-    if list(parents) == list(range(ROOT, len(parents) - 1)):  # a chain: its first nodes
+    if _is_chain(parents):  # its first nodes
         return Tree(tokens=tuple(tokens[:budget]), parents=tuple(parents[:budget]), sources=tuple(sources[:budget]))
     best = sorted(range(len(tokens)), key=lambda node: (-scores[node], node))[:budget]
     children: dict[int, list[int]] = {}

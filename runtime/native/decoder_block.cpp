@@ -21,18 +21,11 @@ namespace elsi {
 namespace {
 
 constexpr size_t kAttention = 1, kGamma = 7, kMatrices = 9, kMatrixCount = 5;
-constexpr size_t kInputs = kMatrices + 2 * kMatrixCount;
 constexpr size_t kFetched = 64 << 10;  // bytes of weights asked for while attention computes
 
 // Matrix `index` of the five.
 PackedMatrix packed(const NodeInfo& node, size_t index, size_t inputs, size_t columns) {
-  const size_t given = node.input_count(), all = kInputs + 2 * kMatrixCount;
-  ELSI_REQUIRE(given == kInputs || given == all, "there are " + std::to_string(given) + " inputs, it must be " +
-                                                     std::to_string(kInputs) + ", or " + std::to_string(all) +
-                                                     " with shifts");
-  const PackedMatrix::Tensors tensors =
-      PackedMatrix::tensors(node, kMatrices + 2 * index, given == all ? kInputs + 2 * index : 0);
-  return PackedMatrix(tensors, inputs, columns, bits_of(node));
+  return PackedMatrix(PackedMatrix::tensors(node, kMatrices, index, kMatrixCount), inputs, columns, bits_of(node));
 }
 
 class DecoderBlock : public Kernel {

@@ -13,15 +13,12 @@ namespace {
 
 constexpr size_t kTileGroups = 16;  // groups whose products are searched while they are in the nearest cache
 constexpr size_t kTileColumns = kTileGroups * kColumns;
-constexpr size_t kWeights = 2, kShifts = 4, kAll = 6;  // places among the inputs, and their number
+constexpr size_t kWeights = 2;  // their place among the inputs
 
 PackedMatrix packed(const NodeInfo& node) {
-  const size_t given = node.input_count();
-  ELSI_REQUIRE(given == kShifts || given == kAll,
-               "there are " + std::to_string(given) + " inputs, it must be 4, or 6 with shifts");
+  const PackedMatrix::Tensors tensors = PackedMatrix::tensors(node, kWeights, 0, 1);
   node.integer("block_size", kBlock, kBlock);
-  return PackedMatrix(PackedMatrix::tensors(node, kWeights, given == kAll ? kShifts : 0), size_of(node, "K"),
-                      size_of(node, "N"), bits_of(node));
+  return PackedMatrix(tensors, size_of(node, "K"), size_of(node, "N"), bits_of(node));
 }
 
 class LikeliestBlocks : public Kernel {

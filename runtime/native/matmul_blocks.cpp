@@ -21,8 +21,7 @@ class Source {
       : inputs_(size_of(node, "K")), norm_(normed ? std::make_unique<SkipNorm>(node, 2, inputs_) : nullptr) {}
 
   size_t inputs() const { return inputs_; }
-  // The place of a weight among the node's inputs, 0 for the first.
-  size_t place(size_t weight) const { return (norm_ ? 3 : 1) + weight; }
+  size_t first_weight() const { return norm_ ? 3 : 1; }  // its place among the node's inputs
 
   struct Rows {
     const float* data;  // [count, K]
@@ -54,12 +53,7 @@ class Source {
 
 // Matrix `index` of the `count` that a node has.
 PackedMatrix packed(const NodeInfo& node, const Source& source, size_t index, size_t count) {
-  const size_t plain = source.place(2 * count), shifted = source.place(4 * count), given = node.input_count();
-  ELSI_REQUIRE(given == plain || given == shifted, "there are " + std::to_string(given) + " inputs, it must be " +
-                                                       std::to_string(plain) + ", or " + std::to_string(shifted) +
-                                                       " with shifts");
-  const size_t shifts = given == shifted ? source.place(2 * (count + index)) : 0;
-  const PackedMatrix::Tensors tensors = PackedMatrix::tensors(node, source.place(2 * index), shifts);
+  const PackedMatrix::Tensors tensors = PackedMatrix::tensors(node, source.first_weight(), index, count);
   node.integer("block_size", kBlock, kBlock);
   return PackedMatrix(tensors, source.inputs(), size_of(node, "N"), bits_of(node));
 }

@@ -110,12 +110,16 @@ void PackedMatrix::fetch_share(size_t task, size_t tasks, size_t most) const {
     __builtin_prefetch(packed_.data() + at, 0, 2);
 }
 
-PackedMatrix::Tensors PackedMatrix::tensors(const NodeInfo& node, size_t at, size_t shifts_at) {
-  Tensors out{node.constant(at), node.constant(at + 1)};
-  if (shifts_at > 0) {
+PackedMatrix::Tensors PackedMatrix::tensors(const NodeInfo& node, size_t first, size_t index, size_t count) {
+  const size_t given = node.input_count(), plain = first + 2 * count, shifted = plain + 2 * count;
+  ELSI_REQUIRE(given == plain || given == shifted, "there are " + std::to_string(given) + " inputs, it must be " +
+                                                       std::to_string(plain) + ", or " + std::to_string(shifted) +
+                                                       " with shifts");
+  Tensors out{node.constant(first + 2 * index), node.constant(first + 2 * index + 1)};
+  if (given == shifted) {
     out.shifted = true;
-    out.shift_values = node.constant(shifts_at);
-    out.shift_scales = node.constant(shifts_at + 1);
+    out.shift_values = node.constant(plain + 2 * index);
+    out.shift_scales = node.constant(plain + 2 * index + 1);
   }
   return out;
 }

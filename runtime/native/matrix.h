@@ -47,9 +47,9 @@ class PackedMatrix {
   int zero() const { return bits_ == 4 ? 8 : 128; }
   bool shifted() const { return shifted_; }
 
-  // Tensors of a node: values and scales from input `at` on, those of the shifts from `shifts_at` on where that is not
-  // 0.
-  static Tensors tensors(const NodeInfo& node, size_t at, size_t shifts_at);
+  // Tensors of matrix `index` of the `count` that a node has from input `first` on: values and scales of each, then,
+  // where there are any, the shifts of each. Refused where inputs are of another number.
+  static Tensors tensors(const NodeInfo& node, size_t first, size_t index, size_t count);
 
   // Asks for share `task` of `tasks` of the first `most` bytes, to be there when they are needed.
   void fetch_share(size_t task, size_t tasks, size_t most) const;
